@@ -41,6 +41,18 @@ def precise(value: object) -> str:
     return f"{value:.3e}" if 0 < abs(value) < SMALLEST else _trimmed(value)
 
 
+def significant(value: object) -> str:
+    """Three significant digits and no exponent, for assumed and estimated numbers; counts keep all their digits."""
+    return precise(rounded(value) if isinstance(value, float) and is_number(value) else value)
+
+
+def rounded(value: float, digits: int = 3) -> float:
+    """``value`` to so many significant digits; not finite numbers and zero unchanged."""
+    if not value or not math.isfinite(value):
+        return value
+    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+
+
 def exact(value: object) -> str:
     """All digits of a number, as it was written."""
     if not is_number(value):

@@ -135,6 +135,11 @@ class AcceleratorFacts:
         count = self.values.get("accelerators_per_rack")
         return None if count is None else int(count)
 
+    @property
+    def per_node(self) -> int:
+        """Accelerators in a compute tray or on a base board."""
+        return int(self.values["accelerators_per_node"])
+
 
 @cache
 def accelerator_table() -> dict[str, AcceleratorFacts]:

@@ -1,4 +1,4 @@
-"""``megatoken plan``: capacity, fleet, energy and cost from a rate; throughput simulates the rate itself."""
+"""``megatoken plan``: buy, capacity, fleet, energy and cost from a rate; throughput simulates the rate itself."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ _FIELDS: dict[str, tuple[Any, str, str]] = {
     "state": (_TEXT, "STATE", "State of the rate: measured, verified, unverified, estimate. Default: unverified."),
     "source": (_TEXT, "TEXT", "Source of the rate."),
     "input_per_output": (_NUMBER, "X", "Input tokens per output token of the requests."),
+    "model": (_TEXT, "SHAPE", "Named model shape, for KV memory and step times. Default: llama2-70b."),
+    "precision": (_TEXT, "bf16|fp8|fp4", "Number format. Default: the fastest of the accelerator."),
     "profile": (_LIST, "NAME", "Workload profile; repeatable."),
     "profiles": (_FILE, "FILE", "Your own workload profiles (YAML)."),
     "settings": (_LIST, "NAME=VALUE[:LOW:HIGH]", "Change an assumption; repeatable."),
     "assumptions": (_FILE, "FILE", "Your own assumptions (YAML)."),
     "factors": (_LIST, "NAME=SHARE", "Factor that lowers the rate, for example makespan=0.936; repeatable."),
     "second_run": (_FILE, "RUN", "Run of the same system with other input and output lengths."),
+    "seats": (int, "N", "People who have access."),
     "demand": (_NUMBER, "N", "Constant demand, or peak of --curve."),
     "unit": (str, "interactions|users|output-tokens", "Unit of --demand."),
     "curve": (_TEXT, "NAME|FILE.csv", "Demand over time: a named curve or a CSV file."),
@@ -71,6 +74,8 @@ def _made(kind: str, flags: dict[str, Any]) -> Plan:
         return commands.capacity(rate, common, second_run=second_run)
     if kind == "fleet":
         return commands.fleet(rate, common, part(commands.FleetFlags))
+    if kind == "buy":
+        return commands.buy(rate, common, part(commands.FleetFlags), seats=flags["seats"])
     power = part(commands.PowerFlags)
     if kind == "energy":
         return commands.energy(rate, common, power)
@@ -90,7 +95,7 @@ def _add(kind: str, words: str, *own: str) -> None:
         deliver(_made(kind, flags).to_document(), json_only=json_only, out=out)
         return ExitCode.OK
 
-    defaults = {**_DEFAULTS, "json_only": False}
+    defaults = {**_DEFAULTS, "json_only": False, "seats": Parameter.empty}
     command.__signature__ = Signature(  # type: ignore[attr-defined]
         [
             Parameter(name, Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=of)
@@ -101,7 +106,14 @@ def _add(kind: str, words: str, *own: str) -> None:
     app.command(kind, cls=Command, help=words)(command)
 
 
-_RUN = "Run folder or folder of repeats; or give --tokens-per-second."
+_RUN = "Run folder, folder of repeats, or aggregate.json; or give --tokens-per-second."
+_add(
+    "buy",
+    "Racks, accelerators, money and energy for so many seats, with ranges. For example: --seats 5000 --profile rag"
+    " --accelerator GB300.",
+    "seats",
+    *("accelerators_per_node", "nodes_per_rack", "spare", "fault_domain", "rent", "factors"),
+)
 _add(
     "capacity",
     "How many requests and users a rate serves. By the usual formula, and with its hidden assumptions stated.",
@@ -109,7 +121,7 @@ _add(
     "factors",
 )
 _OF_FLEET = _NAMES[_NAMES.index("demand") : _NAMES.index("watts")]
-_add("fleet", "How many accelerators, nodes and racks a demand needs.", *_OF_FLEET, "factors")
+_add("fleet", "How many accelerators, nodes and racks a demand needs.", *_OF_FLEET, "rent", "factors")
 _add("energy", "Energy per token of accelerators, machines and site, and carbon.", *_OF_POWER)
 _add(
     "cost",

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pydantic import Field
 
+from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import ConfigError
 from megatoken.planning.figures import Input, State
 from megatoken.text import exact, nearest
@@ -19,6 +20,7 @@ from megatoken.yaml_files import Strict, one_line, read_strict
 _Schema = TypeVar("_Schema", bound=Strict)
 
 LARGEST_NUMBER = 1e15
+PRICES = "accelerator_prices.yaml"
 
 
 class _OwnEntry(Strict):
@@ -55,6 +57,17 @@ class _ShippedFile(Strict):
     assumptions: dict[str, Assumption]
 
 
+class _Price(Strict):
+    value: float
+    low: float
+    high: float
+    source: str
+
+
+class _PricesFile(Strict):
+    accelerators: dict[str, dict[str, _Price]]
+
+
 class Assumptions(Mapping[str, float]):
     """Values by name; ``entries`` has their units, states and sources."""
 
@@ -73,6 +86,18 @@ class Assumptions(Mapping[str, float]):
     def but(self, name: str, value: float) -> Assumptions:
         """The same assumptions with another value of ``name``."""
         return Assumptions({**self.entries, name: self.entries[name].model_copy(update={"value": value})})
+
+    def priced_for(self, accelerator: str | None) -> Assumptions:
+        """The same assumptions with the prices of a named accelerator, where known and not given by the user."""
+        facts = accelerator_facts(accelerator)
+        own = _prices().get(facts.name, {}) if facts else {}
+        defaults = _defaults()
+        changed = {
+            name: _checked(defaults[name].model_copy(update=price.model_dump() | {"state": "assumed"}), PRICES)
+            for name, price in own.items()
+            if self.entries[name] == defaults[name]
+        }
+        return Assumptions({**self.entries, **changed})
 
     def inputs(self, names: Iterable[str]) -> tuple[Input, ...]:
         """The assumptions ``names`` as inputs of a plan, in that order."""
@@ -119,6 +144,11 @@ def _defaults() -> dict[str, Assumption]:
     file = "planning_assumptions.yaml"
     shipped = read_shipped(file, _ShippedFile).assumptions
     return {name: _checked(entry.model_copy(update={"name": name}), file) for name, entry in shipped.items()}
+
+
+@cache
+def _prices() -> dict[str, dict[str, _Price]]:
+    return read_shipped(PRICES, _PricesFile).accelerators
 
 
 def _known(entries: Mapping[str, Assumption], name: str, place: str) -> Assumption:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatoken.planning.assumptions import Assumptions
+from megatoken.planning.bounds import Served
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
 from megatoken.planning.pricing import Derating, Priced, derating, price, residence_seconds, service_seconds
 from megatoken.planning.service_level import Verdict
-from megatoken.planning.throughput import LIMITS, Throughput
+from megatoken.planning.throughput import LIMITS, P99_OVER_MEAN, Throughput
 from megatoken.planning.workloads import Profile
 from megatoken.text import precise
 
@@ -33,18 +35,15 @@ def plan_capacity(
     priced = price(throughput, assumptions, second)
     derated = derating(throughput, assumptions, factors)
     waits = _waits(throughput, assumptions)
-    tables = [
-        _interactions(throughput, profiles, priced, derated),
-        _concurrency(profiles, priced, derated, waits),
-        _derating(throughput, derated),
-    ]
-    if several := [profile for profile in profiles if profile.repeated_tokens]:
-        tables.append(_prefix_cache(several, priced, derated))
+    served = [Served(profile, throughput, priced, derated, assumptions) for profile in profiles]
+    tables = [_concurrency(served, waits), _interactions(throughput, served), _derating(throughput, derated)]
+    if several := [one for one in served if one.profile.repeated_tokens]:
+        tables.append(_prefix_cache(several))
     return Plan(
         kind="plan_capacity",
         title=f"Capacity of {throughput.label}",
-        inputs=(*throughput.inputs, *priced.inputs, *derated.factors, *waits),
-        results=tuple(_results(throughput, profiles, priced, derated)),
+        inputs=(*throughput.inputs, *priced.inputs, *derated.factors, *_latency_inputs(throughput, assumptions, waits)),
+        results=tuple(_results(throughput, served, priced, derated)),
         tables=tuple(tables),
         profiles=tuple(profile.to_document() for profile in profiles),
         notes=(*throughput.notes, *_notes(throughput)),
@@ -65,13 +64,19 @@ def _waits(throughput: Throughput, assumptions: Assumptions) -> tuple[Input, Inp
     return ttft, tpot
 
 
-def _interactions(throughput: Throughput, profiles: Sequence[Profile], priced: Priced, derated: Derating) -> Table:
+def _latency_inputs(
+    throughput: Throughput, assumptions: Assumptions, waits: tuple[Input, Input]
+) -> tuple[Input, ...]:
+    return waits if throughput.replica is None else assumptions.inputs((*LIMITS, P99_OVER_MEAN))
+
+
+def _interactions(throughput: Throughput, served: Sequence[Served]) -> Table:
     output = throughput.output_tokens_per_second
     rows = []
-    for profile in profiles:
+    for one in served:
+        profile = one.profile
         document = output / profile.counted_tokens
-        at_ends = [prices.interactions_per_second(profile) for prices in priced.range]
-        peak = priced.prices.interactions_per_second(profile)
+        at_ends = [prices.interactions_per_second(profile) for prices in one.priced.range]
         rows.append(
             {
                 "profile": profile.name,
@@ -81,10 +86,10 @@ def _interactions(throughput: Throughput, profiles: Sequence[Profile], priced: P
                 "output_only_interactions_per_second": output / profile.written_tokens,
                 "all_tokens_alike_interactions_per_second": throughput.total_tokens_per_second
                 / (profile.read_tokens() + profile.written_tokens),
-                "priced_interactions_per_second": peak,
+                "priced_interactions_per_second": one.peak,
                 "priced_low_interactions_per_second": min(at_ends),
                 "priced_high_interactions_per_second": max(at_ends),
-                "planning_interactions_per_second": peak * derated.planning_share,
+                "planning_interactions_per_second": one.planning,
             }
         )
     return Table(
@@ -93,33 +98,39 @@ def _interactions(throughput: Throughput, profiles: Sequence[Profile], priced: P
         tuple(rows),
         "document: output rate / (input + output tokens), each token of a conversation once. output only: input tokens"
         " cost nothing. all alike: input tokens cost as much as output tokens. priced: each at its own price; low and"
-        " high are the ends of the range of their ratio. planning: priced, times the derating",
+        " high are the ends of the range of their ratio. planning: within KV memory and latency, times the utilisation"
+        " ceiling",
     )
 
 
-def _concurrency(profiles: Sequence[Profile], priced: Priced, derated: Derating, waits: tuple[Input, Input]) -> Table:
-    ttft, tpot = (float(one.value or 0.0) for one in waits)
+def _concurrency(served: Sequence[Served], waits: tuple[Input, Input]) -> Table:
     rows: list[Mapping[str, Any]] = []
-    for profile in profiles:
-        rate = priced.prices.interactions_per_second(profile) * derated.planning_share
-        service, residence = service_seconds(profile, ttft, tpot), residence_seconds(profile, ttft, tpot)
+    for one in served:
+        profile = one.profile
+        ttft, tpot = one.waits or (float(wait.value or 0.0) for wait in waits)
+        service, most = service_seconds(profile, ttft, tpot), one.most_in_flight
         rows.append(
             {
                 "profile": profile.name,
-                "planning_interactions_per_second": rate,
-                "service_seconds": service,
-                "in_flight_requests": rate * service,
-                "wait_seconds": residence,
-                "think_seconds": profile.think_seconds,
-                "users": rate * (residence + profile.think_seconds),
-                "state": weakest((priced.state, derated.state, profile.state, *(one.state for one in waits))),
+                "planning_interactions_per_second": one.planning,
+                "bound": one.bound,
+                "in_flight_requests": one.planning * service if most is None else most * one.derated.headroom_share,
+                "memory_holds_requests": one.memory_requests,
+                "ttft_p99_seconds": ttft,
+                "tpot_p99_milliseconds": 1000 * tpot,
+                "wait_seconds": residence_seconds(profile, ttft, tpot),
+                "pause_seconds": profile.pause_seconds,
+                "users": one.users,
+                "state": weakest((one.state, *(wait.state for wait in waits))),
             }
         )
     return Table(
         "concurrency",
         "Requests in flight and users at the planning rate",
         tuple(rows),
-        "in flight = rate x service time; users = rate x (wait + think time) (Little's law). The wait includes tools",
+        "users = rate x pause from one interaction to the next: answers are read while they stream. Latencies are 99th"
+        " percentiles at the highest rate. Where memory holds is empty, KV memory is not checked and in flight = rate x"
+        " service time",
     )
 
 
@@ -138,11 +149,13 @@ def _derating(throughput: Throughput, derated: Derating) -> Table:
     return Table("derating", "From the peak rate to the planning rate", tuple(rows))
 
 
-def _prefix_cache(profiles: Sequence[Profile], priced: Priced, derated: Derating) -> Table:
+def _prefix_cache(served: Sequence[Served]) -> Table:
     rows = []
-    for profile in profiles:
+    for one in served:
+        profile = one.profile
         without, perfect = (
-            priced.prices.interactions_per_second(profile, share) * derated.planning_share for share in (0.0, 1.0)
+            replace(one, profile=profile.model_copy(update={"prefix_cache_share": share})).planning
+            for share in (0.0, 1.0)
         )
         rows.append(
             {
@@ -158,17 +171,19 @@ def _prefix_cache(profiles: Sequence[Profile], priced: Priced, derated: Derating
         "prefix_cache",
         "Prefix cache: every turn of a conversation repeats the turns before it",
         tuple(rows),
-        "at the planning rate; a perfect prefix cache computes every token once",
+        "at the planning rate; a perfect prefix cache computes every token once, and needs memory between turns that"
+        " is not counted here",
     )
 
 
-def _results(throughput: Throughput, profiles: Sequence[Profile], priced: Priced, derated: Derating) -> list[Result]:
+def _results(throughput: Throughput, served: Sequence[Served], priced: Priced, derated: Derating) -> list[Result]:
     peak, unit = throughput.output_tokens_per_second, "output tokens/s"
     total, total_state = throughput.total_tokens_per_second, weakest((throughput.state, throughput.mix_state))
     bound, factors = derated.latency_bound, [precise(factor.value) for factor in derated.factors]
     per_total = "peak rate x (1 + input tokens per output token)"
     results = [
         Result("Planning rate", derated.planning, unit, " x ".join(["peak rate", *factors]), derated.state),
+        *_of_profiles(served),
         Result(
             "Latency-bound rate", bound, unit, " x ".join(["peak rate", *factors[:-1]]), derated.latency_bound_state
         ),
@@ -186,12 +201,17 @@ def _results(throughput: Throughput, profiles: Sequence[Profile], priced: Priced
         results.append(Result(name, seconds * 1e6, "us", priced.formula, priced.state))
     if throughput.service is not None:
         results += _service_level(throughput.service, throughput.state)
-    for profile in profiles:
-        rate = priced.prices.interactions_per_second(profile) * derated.planning_share
-        state = weakest((priced.state, derated.state, profile.state))
-        formula = "planning share of the peak / (input tokens x input price + output tokens x output price)"
-        results.append(Result(f"{profile.title} ({profile.name})", rate, "interactions/s", formula, state))
     return results
+
+
+def _of_profiles(served: Sequence[Served]) -> Iterator[Result]:
+    """The answer for each profile: interactions and users, and the bound that holds."""
+    for one in served:
+        title = f"{one.profile.title} ({one.profile.name})"
+        yield Result(title, one.planning, "interactions/s", one.why, one.state)
+        if one.users:
+            each = f"interactions/s x {precise(one.profile.pause_seconds)} s between the interactions of a user"
+            yield Result(f"Users of {one.profile.name}", one.users, "users", each, one.state)
 
 
 def _service_level(verdict: Verdict, state: State) -> list[Result]:
@@ -213,7 +233,11 @@ def _notes(throughput: Throughput) -> list[str]:
     notes = [
         "The rate counts output tokens. The documents that published 1,100,948 tokens/s for a rack divide it by the"
         " input and output tokens of an interaction.",
-        "Token prices apply to contexts about as long as the benchmark's; tokens of much longer contexts cost more.",
+        *(
+            []
+            if throughput.replica
+            else ["Token prices apply to contexts about as long as the benchmark's; tokens of longer contexts cost more."]
+        ),
     ]
     if throughput.service is not None and not throughput.service.kept:
         notes.append(f"Service level: {throughput.service.why}.")

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatoken.analysis.published import accelerator_facts, results_of
+from megatoken.analysis.saved_aggregate import read_aggregate
+from megatoken.engine.config import SHAPES
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, load_assumptions
+from megatoken.planning.buy import Order, plan_buy
 from megatoken.planning.capacity import plan_capacity
 from megatoken.planning.cost import System, plan_cost
 from megatoken.planning.energy import Power, energy_of, plan_energy, power_given, power_of
 from megatoken.planning.figures import Plan
 from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
 from megatoken.planning.pricing import parse_factor
-from megatoken.planning.throughput import Throughput, check_positive, from_number, from_runs
+from megatoken.planning.schedule import PRECISIONS, Lengths, find_replica, offline_rate
+from megatoken.planning.throughput import (
+    DEFAULT_MODEL,
+    LENGTH,
+    MIX,
+    SCENARIOS,
+    Throughput,
+    check_positive,
+    from_number,
+    from_runs,
+)
 from megatoken.planning.workloads import Profile, load_profiles
 
 if TYPE_CHECKING:
     from megatoken.runs.run import Run
+
+BENCHMARK = "llama2-70b-99"  # whose published rates and lengths are the defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +56,8 @@ class Rate:
     state: str | None = None
     source: str | None = None
     input_per_output: float | None = None
+    model: str | None = None
+    precision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +106,7 @@ class FleetFlags:
     burst_accelerators_per_node: int | None = None
     replace_nodes: int | None = None
     replace_rate: float | None = None
+    rent: float | None = None
 
 
 def capacity(rate: Rate, common: Common, *, second_run: Path | None = None) -> Plan:
@@ -108,7 +127,10 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
     if flags.burst_tokens_per_second is None and flags.burst_accelerators_per_node is not None:
         raise UsageError("--burst-accelerators-per-node needs --burst-tokens-per-second")
     assumptions = common.load_assumptions()
-    supply = Supply(_throughput(rate, assumptions)[0], flags.accelerators_per_node, flags.nodes_per_rack)
+    make, runs = _source(rate)
+    throughput = make(assumptions)
+    assumptions = assumptions.priced_for(throughput.accelerator)
+    supply = _supply(throughput, runs, flags)
     if flags.replace_nodes is not None or flags.replace_rate is not None:
         return _replacement(flags, common, supply)
     demand = load_demand(flags.unit, flags.demand, flags.curve)
@@ -136,6 +158,68 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
         burst=burst,
         factors=[parse_factor(text) for text in common.factors],
     )
+
+
+def buy(rate: Rate, common: Common, flags: FleetFlags, *, seats: int) -> Plan:
+    """``megatoken plan buy``. Without a rate, that of the best published row of the accelerator. Raises UsageError."""
+    if rate.run is None and rate.tokens_per_second is None:
+        rate = _published(rate)
+    make, runs = _source(rate)
+    profiles = common.load_profiles()
+    if len(profiles) != 1:
+        names = ", ".join(profile.name for profile in profiles)
+        raise UsageError(f"--seats needs one workload profile; choose with --profile: {names}")
+    assumptions = common.load_assumptions()
+    assumptions = assumptions.priced_for(make(assumptions).accelerator)
+    order = Order(
+        seats,
+        profiles[0],
+        lambda changed: _supply(make(changed), runs, flags),
+        [parse_factor(text) for text in common.factors],
+        flags.spare,
+        flags.fault_domain,
+    )
+    return plan_buy(order, assumptions)
+
+
+def _published(rate: Rate) -> Rate:
+    """The rate of the fastest verified system of the accelerator, else what the cost model computes for it."""
+    name = rate.accelerator
+    if name is None:
+        raise UsageError("the hardware is unknown; pass --accelerator, such as GB300, or a run folder")
+    rows = [] if rate.model not in (None, DEFAULT_MODEL) else results_of(name, BENCHMARK, "offline")
+    if rows and rows[0].accelerators:
+        best = rows[0]
+        return replace(
+            rate,
+            tokens_per_second=best.output_tokens_per_second,
+            per="system",
+            accelerators=best.accelerators,
+            state="verified",
+            source=best.source,
+        )
+    model = rate.model or DEFAULT_MODEL
+    assumptions = load_assumptions()
+    prompt = assumptions[MIX] * assumptions[LENGTH]
+    lengths = Lengths(prompt, prompt, assumptions[LENGTH])
+    replica = find_replica(model, rate.precision, name, lengths)
+    if isinstance(replica, str):
+        raise UsageError(f"no published row and no cost model: {replica}; give --tokens-per-second with --per")
+    return replace(
+        rate,
+        tokens_per_second=offline_rate(replica, lengths),
+        per="system",
+        accelerators=replica.ranks,
+        state="estimate",
+        source=f"cost model of {model} in {replica.precision}; no verified row of {name} in the shipped table",
+    )
+
+
+def _supply(throughput: Throughput, runs: Sequence[Run], flags: FleetFlags) -> Supply:
+    """The hardware with its price, where power or rent are known."""
+    known = accelerator_facts(throughput.accelerator) is not None and throughput.accelerators is not None
+    power = _power(throughput, runs, PowerFlags()) if known else None
+    return Supply.of(System(throughput, power, flags.rent), flags.accelerators_per_node, flags.nodes_per_rack)
 
 
 def _replacement(flags: FleetFlags, common: Common, supply: Supply) -> Plan:
@@ -169,6 +253,7 @@ def cost(
         _only_one("--rent", "the rent includes power", ("--watts", flags.watts))
     assumptions = common.load_assumptions()
     throughput, runs = _throughput(rate, assumptions)
+    assumptions = assumptions.priced_for(throughput.accelerator)
     power = None if rent is not None else _power(throughput, runs, flags)
     factors = [parse_factor(text) for text in common.factors]
     second = _second(second_run, runs, assumptions)
@@ -177,24 +262,36 @@ def cost(
 
 def _throughput(rate: Rate, assumptions: Assumptions) -> tuple[Throughput, Sequence[Run]]:
     """The throughput of a run or of repeats, with these runs; or the throughput given as a number."""
+    make, runs = _source(rate)
+    return make(assumptions), runs
+
+
+def _source(rate: Rate) -> tuple[Callable[[Assumptions], Throughput], Sequence[Run]]:
+    """How the throughput follows from assumptions: of a run or of repeats, an aggregate, a number; and the runs."""
     if rate.run is not None:
-        for name in ("tokens_per_second", "per", "counted", "scenario", "state", "source", "input_per_output"):
+        for name in _OF_NUMBERS:
             if getattr(rate, name) is not None:
                 flag = name.replace("_", "-")
                 raise UsageError(f"{rate.run}: --{flag} comes from the run; give a run or a number, not both")
-        from megatoken.analysis.repeats import missing_notes, read_repeats_in  # imports pyarrow
-
-        runs = read_repeats_in(rate.run)
-        found = from_runs(runs, assumptions, accelerators=rate.accelerators, accelerator=rate.accelerator)
-        missing = (f"{rate.run}: {note}" for note in missing_notes(rate.run, runs))
-        return replace(found, notes=(*missing, *found.notes)), runs
+        if rate.run.is_file():
+            return _aggregate(rate, rate.run), ()
+        return _of_runs(rate, rate.run)
     if rate.tokens_per_second is None:
         raise UsageError("no rate to plan with: give a run folder, or --tokens-per-second with --per")
     if rate.per is None:
         raise UsageError("the scope of the rate is unknown: give --per accelerator, node, rack or system")
-    throughput = from_number(
-        rate.tokens_per_second,
-        scope=rate.per,
+    return _number(rate, rate.tokens_per_second, rate.per), ()
+
+
+_OF_NUMBERS = (
+    *("tokens_per_second", "per", "counted", "scenario", "state", "source", "input_per_output", "model", "precision"),
+)
+
+
+def _number(rate: Rate, tokens_per_second: float, per: str) -> Callable[[Assumptions], Throughput]:
+    return lambda assumptions: from_number(
+        tokens_per_second,
+        scope=per,
         counted=rate.counted or "output",
         accelerators=rate.accelerators,
         accelerator=rate.accelerator,
@@ -202,9 +299,38 @@ def _throughput(rate: Rate, assumptions: Assumptions) -> tuple[Throughput, Seque
         state=rate.state or "unverified",
         source=rate.source or "given on the command line",
         input_tokens_per_output_token=rate.input_per_output,
+        model=rate.model,
+        precision=rate.precision,
         assumptions=assumptions,
     )
-    return throughput, ()
+
+
+def _of_runs(rate: Rate, path: Path) -> tuple[Callable[[Assumptions], Throughput], Sequence[Run]]:
+    from megatoken.analysis.repeats import missing_notes, read_repeats_in  # imports pyarrow
+
+    runs = read_repeats_in(path)
+    missing = [f"{path}: {note}" for note in missing_notes(path, runs)]
+
+    def make(assumptions: Assumptions) -> Throughput:
+        found = from_runs(runs, assumptions, accelerators=rate.accelerators, accelerator=rate.accelerator)
+        return replace(found, notes=(*missing, *found.notes))
+
+    return make, runs
+
+
+def _aggregate(rate: Rate, path: Path) -> Callable[[Assumptions], Throughput]:
+    """The sum of the nodes' rates in a saved result of ``megatoken aggregate``."""
+    found = read_aggregate(path)
+    workload = found.workload
+    known = replace(
+        rate,
+        accelerators=rate.accelerators or found.accelerators,
+        scenario=workload["scenario"] if workload["scenario"] in SCENARIOS else None,
+        source=f"{path}: {found.sum_label}",
+        model=workload["model"] if workload["model"] in SHAPES else None,
+        precision=workload["precision"] if workload["precision"] in PRECISIONS else None,
+    )
+    return _number(known, found.sum_of_rates_tokens_per_second, "system")
 
 
 def _second(path: Path | None, first: Sequence[Run], assumptions: Assumptions) -> Throughput | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
+from megatoken.planning.bounds import Served
 from megatoken.planning.energy import WALL, Power, levels, power_at
 from megatoken.planning.figures import Input, Plan, Result, Sensitivity, State, Table, by_swing, weakest
 from megatoken.planning.pricing import Derating, Priced, derating, price
@@ -148,8 +149,10 @@ def interaction_dollars(
 
 
 SHORTER_SHARE = 0.3
+UTILISATION = "utilisation_share"
 PRICE = "system_price_dollars_per_accelerator"
 PRICED = "GB300"  # the system that its default is the price of
+UNPRICED = "the accelerator is unknown: pass --accelerator or --rent"
 NOT_COVERED = (
     "Not included: the network between racks, maintenance contracts, software licences, taxes, idle spare nodes."
 )
@@ -198,12 +201,33 @@ def plan_cost(
         title=f"Cost of {throughput.label}",
         inputs=(*throughput.inputs, *used, *priced.inputs),
         results=tuple(_results(inputs, state)),
-        tables=(_lines(inputs, lines, state), _interactions(inputs, profiles, priced, derated, state)),
+        tables=(_lines(inputs, lines, state), _interactions(inputs, profiles, throughput, priced, derated, assumptions, state)),
         profiles=tuple(profile.to_document() for profile in profiles),
         sensitivities=_sensitivities(system, assumptions, assumed),
         notes=(*throughput.notes, *_notes(system, assumptions)),
         waterfall=_waterfall(lines, state),
     )
+
+
+def accelerator_hour(system: System, assumptions: Assumptions) -> tuple[float, State, tuple[Input, ...]] | None:
+    """Dollars per accelerator hour of a system, idle or busy, at mean utilisation: the basis of all plans.
+
+    With the state of the price and the inputs that it uses; None if neither rent nor power of the system is known.
+    """
+    if not system.rented and system.power is None:
+        return None
+    inputs = _cost_inputs(system, assumptions)
+    names = _hourly_names(system)
+    wall = _wall(system, assumptions)
+    state = weakest((*assumptions.states(names), *([wall.state] if wall else ["given"])))
+    own = _own_inputs(system, assumptions)[1:]
+    return math.fsum(hourly_lines(inputs).values()) / inputs.accelerators, state, (*own, *assumptions.inputs(names))
+
+
+def _hourly_names(system: System) -> list[str]:
+    """The assumptions that ``hourly_lines`` uses."""
+    used = [*OWNED_ONLY, "staff_people_per_thousand_accelerators", "staff_dollars_per_person_year", UTILISATION]
+    return used[len(OWNED_ONLY) : -1] if system.rented else used
 
 
 def _notes(system: System, assumptions: Assumptions) -> list[str]:
@@ -302,15 +326,20 @@ def _lines(inputs: CostInputs, per_million: Mapping[str, float], state: State) -
 
 
 def _interactions(
-    inputs: CostInputs, profiles: Sequence[Profile], priced: Priced, derated: Derating, state: State
+    inputs: CostInputs,
+    profiles: Sequence[Profile],
+    throughput: Throughput,
+    priced: Priced,
+    derated: Derating,
+    assumptions: Assumptions,
+    state: State,
 ) -> Table:
-    prices = priced.prices.scaled(derated.latency_bound / derated.peak)
     rows = []
     for profile in profiles:
         whole, short = (
             interaction_dollars(
                 inputs,
-                system_seconds=prices.interaction_seconds(one),
+                system_seconds=1 / Served(one, throughput, priced, derated, assumptions).highest_with_factors,
                 read_tokens=one.read_tokens(0.0),
                 written_tokens=one.written_tokens,
                 requests=one.turns,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatoken.runs.run import Run
 
 WALL, PUE, CARBON = "wall_to_nameplate_power", "pue", "carbon_grams_per_kwh"
+ELECTRICITY = "electricity_dollars_per_kwh"
 
 Boundary = Literal["accelerators", "wall", "site"]
 JOULES_PER_KWH = 3.6e6
@@ -106,14 +107,15 @@ def plan_energy(
     if profiles:
         state = weakest((carbon_state, priced.state))
         tables.insert(1, _interactions(profiles, priced.prices, found, assumptions[CARBON], state))
-    grams = site.watts / rate * 1e6 / JOULES_PER_KWH * assumptions[CARBON]
+    kwh = site.watts / rate * 1e6 / JOULES_PER_KWH
+    grams = kwh * assumptions[CARBON]
     return Plan(
         kind="plan_energy",
         title=f"Energy of {throughput.label}",
         inputs=(
             *throughput.inputs,
             Input("power", power.watts, f"W, {_words(power.boundary)}", power.state, power.source),
-            *assumptions.inputs(names),
+            *assumptions.inputs([*names, ELECTRICITY]),
             *(priced.inputs if profiles else ()),
         ),
         results=(
@@ -133,6 +135,13 @@ def plan_energy(
                 site.state,
             ),
             Result("Power of the site", site.watts / 1e3, "kW", " x ".join(["power", *names[:-1]]), site.state),
+            Result(
+                "Electricity per million output tokens",
+                kwh * assumptions[ELECTRICITY],
+                "$",
+                "site energy x price of electricity, at full utilisation",
+                weakest((site.state, *assumptions.states([ELECTRICITY]))),
+            ),
             Result("Carbon per million output tokens", grams, "g CO2", "site energy x carbon factor", carbon_state),
         ),
         tables=tuple(tables),
@@ -248,7 +257,7 @@ def efficiency_table() -> Table:
         for name, row in _file().rows.items()
     ]
     note = "nameplate power is accelerators x TDP, without CPUs, network, fans and losses; it is not measured"
-    return Table("efficiency", "Published rates over power, recomputed", tuple(rows), note)
+    return Table("efficiency", "Published rates over power, recomputed", tuple(rows), note, rounded=False)
 
 
 def uplift_table() -> Table:
@@ -269,7 +278,7 @@ def uplift_table() -> Table:
                 "state": weakest((of.state, over.state, of.power_state, over.power_state)),
             }
         )
-    return Table("uplifts", "Gains in tokens per joule", tuple(rows))
+    return Table("uplifts", "Gains in tokens per joule", tuple(rows), rounded=False)
 
 
 @cache

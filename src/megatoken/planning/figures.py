@@ -30,23 +30,33 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A number that a plan computes; if it is unknown, ``value`` is None and ``formula`` says why."""
+    """A number that a plan computes; if it is unknown, ``value`` is None and ``formula`` says why.
+
+    ``low`` and ``high`` are its range, where the plan computes one.
+    """
 
     name: str
     value: float | int | None
     unit: str
     formula: str
     state: State
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows with the same keys; units are part of the keys."""
+    """Rows with the same keys; units are part of the keys.
+
+    Reports print its numbers with three significant digits, unless a row has a state that is stronger than an estimate
+    or ``rounded`` is false, because the numbers are compared with published ones.
+    """
 
     name: str
     title: str
     rows: tuple[Mapping[str, Any], ...]
     note: str = ""
+    rounded: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +78,9 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One plan; ``kind`` is plan_capacity, plan_fleet, plan_energy, plan_cost or plan_throughput.
+    """One plan; ``kind`` is plan_buy, plan_capacity, plan_fleet, plan_energy, plan_cost or plan_throughput.
 
-    The first result is the headline, to which the sensitivities refer. A ``waterfall`` has title, unit, total and steps
+    The sensitivities refer to the result ``headline``, by default the first. A ``waterfall`` has title, unit, total and steps
     of name, value and state.
     """
 
@@ -82,6 +92,7 @@ class Plan:
     profiles: tuple[Mapping[str, Any], ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
     waterfall: Mapping[str, Any] | None = None
+    headline: str | None = None
     notes: tuple[str, ...] = ()
 
     def result(self, name: str) -> Result:
@@ -95,9 +106,9 @@ class Plan:
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
         parts = plain(asdict(self))
-        waterfall = parts.pop("waterfall")
+        optional = {name: value for name in ("waterfall", "headline") if (value := parts.pop(name))}
         head = {"kind": self.kind, "schema_version": SCHEMA_VERSION, "created_at": utc_now()}
-        return {**head, **parts, **({"waterfall": waterfall} if waterfall else {})}
+        return {**head, **parts, **optional}
 
 
 def weakest(states: Iterable[State]) -> State:

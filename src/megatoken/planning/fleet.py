@@ -23,13 +23,21 @@ MOST_TRIALS = 20_000_000  # sizes x levels of demand; beyond, the cheapest mix i
 
 @dataclass(frozen=True, slots=True)
 class SupplyClass:
-    """Nodes of one kind. ``rate_per_node`` is the planning rate of one node, in the unit of the demand."""
+    """Nodes of one kind. ``rate_per_node`` is the planning rate of one node, in the unit of the demand.
+
+    The price is None where it is unknown. With ``whole_racks`` they are sold as racks of ``nodes_per_rack``.
+    """
 
     name: str
     rate_per_node: float
     accelerators_per_node: int
-    dollars_per_node_hour: float
+    dollars_per_node_hour: float | None
     nodes_per_rack: int | None = None
+    whole_racks: bool = False
+
+    def price(self, nodes: float) -> float | None:
+        """Dollars per hour of so many nodes; None where the price is unknown."""
+        return None if self.dollars_per_node_hour is None else nodes * self.dollars_per_node_hour
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +90,16 @@ def size(demand: float, supply: SupplyClass, *, spare_domains: int = 0, domain: 
 
 
 def spare_nodes(serving: int, supply: SupplyClass, spare_domains: int, domain: str) -> int:
-    """Nodes in addition to ``serving`` ones so that ``spare_domains`` fault domains may fail; racks are whole."""
-    if not serving or not spare_domains:
+    """Nodes in addition to ``serving`` ones so that ``spare_domains`` fault domains may fail.
+
+    Where racks fail or are sold as one unit, they are whole.
+    """
+    if not serving:
         return 0
-    if domain == "rack" and supply.nodes_per_rack is not None:
+    if domain == "rack" and spare_domains and supply.nodes_per_rack is not None:
         return (math.ceil(serving / supply.nodes_per_rack) + spare_domains) * supply.nodes_per_rack - serving
+    if supply.whole_racks and supply.nodes_per_rack is not None:
+        return math.ceil((serving + spare_domains) / supply.nodes_per_rack) * supply.nodes_per_rack - serving
     return spare_domains
 
 
@@ -101,7 +114,7 @@ def fit(levels: Sequence[float], supply: SupplyClass, nodes: int) -> dict[str, A
         "unserved_share": 1 - served / total if total and short else 0.0,
         "short_time_share": short,
         "idle_share": max(0.0, 1 - served / (capacity * len(levels))) if capacity else 0.0,
-        "price_dollars_per_hour": nodes * supply.dollars_per_node_hour,
+        "price_dollars_per_hour": supply.price(nodes),
     }
 
 
@@ -112,7 +125,12 @@ def policies(
 
     The base serves first; the excess goes to whole burst nodes, rented for each part of the cycle that needs them.
     A base has spare nodes as in ``size``, which serve nothing. Shares and prices are means over the cycle.
+
+    Raises:
+        UsageError: a price is unknown, or the numbers are out of proportion.
     """
+    if base.dollars_per_node_hour is None or burst.dollars_per_node_hour is None:
+        raise UsageError("the price of a base node is unknown; pass --accelerator or --rent")
     peak, mean = max(levels), math.fsum(levels) / len(levels)
     most = nodes_for(peak, base.rate_per_node)
     nodes_for(peak, burst.rate_per_node)  # raises if the numbers are out of proportion
@@ -142,8 +160,8 @@ def _policy(
     demand = np.asarray(levels, dtype=np.float64)
     excess = demand - nodes * base.rate_per_node
     burst_nodes = _burst_nodes(excess, demand, burst.rate_per_node)
-    base_dollars = (nodes + spares) * base.dollars_per_node_hour
-    burst_dollars = float(burst_nodes.mean()) * burst.dollars_per_node_hour
+    base_dollars = base.price(nodes + spares) or 0.0
+    burst_dollars = burst.price(float(burst_nodes.mean())) or 0.0
     total = math.fsum(levels)
     return {
         "base_nodes": nodes + spares,

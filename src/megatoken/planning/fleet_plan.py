@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_text
 from megatoken.planning.assumptions import Assumptions, read_shipped
+from megatoken.planning.bounds import Served
+from megatoken.planning.cost import UNPRICED, System, accelerator_hour
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
 from megatoken.planning.fleet import MOST_NODES, Size, SupplyClass, fit, nodes_for, parse_curve, policies, size
-from megatoken.planning.pricing import CEILING, derating, interactions_of_users, price, residence_seconds
-from megatoken.planning.throughput import LIMITS, Throughput, check_positive, choose
+from megatoken.planning.pricing import CEILING, derating, interactions_of_users, price
+from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile
 from megatoken.text import count_of, nearest, precise
 from megatoken.yaml_files import LARGEST_FILE_BYTES, Strict
@@ -26,17 +29,37 @@ SIZES_NOTE = (
     " cycle in which some demand is not served. The utilisation ceiling is additional headroom"
 )
 POLICIES_NOTE = "means over the cycle; whole burst nodes are rented for each part of the cycle"
-BASE_PRICE = "base_dollars_per_accelerator_hour"
 BURST_PRICE = "burst_dollars_per_accelerator_hour"
 
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """One class of nodes: a rate, the accelerators of a node, and the nodes of a rack."""
+    """One class of nodes: a rate, the accelerators of a node, the nodes of a rack, and what the nodes cost.
+
+    ``system`` has the rent or the power that the price needs; None: the price is unknown. ``whole_racks``: the part is
+    sold as a rack.
+    """
 
     throughput: Throughput
     accelerators_per_node: int | None = None
     nodes_per_rack: int | None = None
+    system: System | None = None
+    whole_racks: bool = False
+
+    @classmethod
+    def of(
+        cls, system: System, accelerators_per_node: int | None = None, nodes_per_rack: int | None = None
+    ) -> Supply:
+        """The supply of a system: shapes that are not given are those of its accelerator, if they are known."""
+        throughput = system.throughput
+        facts = accelerator_facts(throughput.accelerator)
+        per_node = accelerators_per_node
+        if facts and per_node is None and throughput.scope != "node":
+            per_node = facts.per_node
+        whole = bool(facts and facts.per_rack and nodes_per_rack is None)
+        if facts and facts.per_rack and whole:
+            nodes_per_rack = max(1, facts.per_rack // (per_node or throughput.accelerators or facts.per_node))
+        return cls(throughput, per_node, nodes_per_rack, system, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +135,15 @@ def plan_fleet(
     work_unit = UNITS["output-tokens" if demand.unit == "output-tokens" else "interactions"]
     most = max(levels)
     priced_by = profile if demand.unit != "output-tokens" else None
-    base, state, inputs = _class("base", supply, priced_by, assumptions, BASE_PRICE, factors)
-    waits = LIMITS if demand.unit == "users" else ()
-    state = weakest((state, demand.state, *assumptions.states(waits), *((profile.state,) if profile else ())))
+    base, state, inputs = _class("base", supply, priced_by, assumptions, factors)
+    state = weakest((state, demand.state, *((profile.state,) if profile else ())))
     sized = size(most, base, spare_domains=spare_domains, domain=domain)
     counts = {max(1, sized.serving_nodes - 2), max(1, sized.serving_nodes - 1), sized.serving_nodes, sized.nodes}
     sizes = tuple(fit(levels, base, nodes) for nodes in sorted(counts))
     tables = [Table("sizes", "Fleet sizes: too small, sufficient, with spares", sizes, SIZES_NOTE)]
     results = _results(most, work_unit, base, sized, domain, state, assumptions[CEILING])
     if burst is not None:
-        second, second_state, more = _class("burst", burst, priced_by, assumptions, BURST_PRICE, factors)
+        second, second_state, more = _class("burst", burst, priced_by, assumptions, factors)
         inputs += more
         burst_state = weakest((state, second_state))
         found = policies(levels, base, second, spare_domains=spare_domains, domain=domain)
@@ -135,7 +157,6 @@ def plan_fleet(
     peak = max(demand.levels)
     shown = precise(peak) if len(demand.levels) == 1 else f"a peak of {precise(peak)}"
     demand_inputs = [Input("demand_peak", peak, UNITS[demand.unit], "given", "given")]
-    demand_inputs += assumptions.inputs(waits)
     if len(demand.levels) > 1:
         demand_inputs.append(
             Input("demand_curve", len(demand.levels), "equal parts of a cycle", demand.state, demand.source)
@@ -209,12 +230,9 @@ def _in_work(demand: Curve, profile: Profile | None, assumptions: Assumptions) -
         raise UsageError(f"--unit {demand.unit} needs a workload profile; pass --profile")
     if demand.unit == "interactions":
         return demand.levels, ""
-    wait = residence_seconds(profile, *(assumptions[name] for name in LIMITS))
-    note = (
-        f"Each user starts an interaction every {precise(wait + profile.think_seconds)} s: {precise(wait)} s of waiting"
-        f" at the latency limits and {precise(profile.think_seconds)} s of thinking."
-    )
-    return tuple(interactions_of_users(level, wait, profile.think_seconds) for level in demand.levels), note
+    pause = profile.pause_seconds
+    note = f"Each user starts an interaction every {precise(pause)} s, and reads answers while they stream."
+    return tuple(interactions_of_users(level, pause) for level in demand.levels), note
 
 
 def _node_share(supply: Supply) -> float:
@@ -246,7 +264,6 @@ def _class(
     supply: Supply,
     profile: Profile | None,
     assumptions: Assumptions,
-    price_name: str,
     factors: Sequence[Input],
 ) -> tuple[SupplyClass, State, tuple[Input, ...]]:
     throughput, share = supply.throughput, _node_share(supply)
@@ -259,30 +276,45 @@ def _class(
     rate = derated.planning * share
     if profile is not None:
         priced = price(throughput, assumptions)
-        rate = priced.prices.interactions_per_second(profile) * derated.planning_share * share
-        states.append(priced.state)
+        served = Served(profile, throughput, priced, derated, assumptions)
+        rate = served.planning * share
+        states.append(served.state)
         inputs += priced.inputs
     inputs += [Input(f"{name}_accelerators_per_node", per_node, "accelerators", "given", throughput.source)]
-    inputs += assumptions.inputs([price_name])
-    dollars = assumptions[price_name] * per_node
-    built = SupplyClass(name, rate, per_node, dollars, supply.nodes_per_rack)
-    return built, weakest(states), tuple(inputs)
+    dollars, priced_inputs = _price(name, supply, assumptions)
+    node_dollars = None if dollars is None else dollars * per_node
+    built = SupplyClass(name, rate, per_node, node_dollars, supply.nodes_per_rack, supply.whole_racks)
+    return built, weakest(states), (*inputs, *priced_inputs)
+
+
+def _price(name: str, supply: Supply, assumptions: Assumptions) -> tuple[float | None, tuple[Input, ...]]:
+    """Dollars per accelerator hour: of the base as ``plan cost`` computes it, of burst nodes as rented on demand."""
+    if name == "burst":
+        return assumptions[BURST_PRICE], assumptions.inputs([BURST_PRICE])
+    found = accelerator_hour(supply.system, assumptions) if supply.system else None
+    if found is None:
+        return None, ()
+    dollars, state, inputs = found
+    source = "system $/h of plan cost / accelerators, at mean utilisation"
+    return dollars, (Input("base_price", dollars, "$/(accelerator hour)", state, source), *inputs)
 
 
 def _results(
     peak: float, unit: str, base: SupplyClass, sized: Size, domain: str, state: State, ceiling: float
 ) -> list[Result]:
     per_node = f"{precise(base.rate_per_node)} {unit} per node"
+    spares = f"for {domain}s that may fail without loss (--spare){', and to whole racks' if base.whole_racks else ''}"
     results = [
         Result("Nodes", sized.nodes, "nodes", "serving nodes + spare nodes", state),
         Result("Serving nodes", sized.serving_nodes, "nodes", f"ceiling(peak demand / {per_node})", state),
         Result("Before rounding up", sized.exact_nodes, "nodes", f"peak demand / {per_node}", state),
-        Result("Spare nodes", sized.spare_nodes, "nodes", f"for {domain}s that may fail without loss (--spare)", state),
+        Result("Spare nodes", sized.spare_nodes, "nodes", spares, state),
         Result("Accelerators", sized.accelerators, "accelerators", "nodes x accelerators per node", state),
     ]
     if sized.racks is not None:
         formula = f"ceiling(nodes / {base.nodes_per_rack} nodes per rack)"
-        results.append(Result("Racks", sized.racks, "racks", formula, state))
+        at = 0 if base.whole_racks else len(results)  # what is sold as a rack is answered in racks
+        results.insert(at, Result("Racks", sized.racks, "racks", formula, state))
     lost = base.nodes_per_rack if domain == "rack" and base.nodes_per_rack else 1
     sustained = sized.serving_nodes * base.rate_per_node / ceiling
     headroom = 1 - peak / sustained if sustained else None
@@ -291,8 +323,8 @@ def _results(
     left = max(0, sized.nodes - lost) / sized.nodes if sized.nodes else None
     formula = f"(nodes - {lost}) / nodes"
     results.append(Result(f"Capacity left after losing a {domain}", left, "share", formula, state))
-    dollars = sized.nodes * base.dollars_per_node_hour
-    results.append(Result("Price", dollars, "$/h", "nodes x accelerators x price per accelerator hour", state))
+    formula = "nodes x accelerators x price per accelerator hour" if base.dollars_per_node_hour else UNPRICED
+    results.append(Result("Price", base.price(sized.nodes), "$/h", formula, state))
     return results
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.figures import Input, State, weakest
-from megatoken.planning.throughput import MIX, Throughput
+from megatoken.planning.schedule import schedule
+from megatoken.planning.throughput import LIMITS, MIX, P99_OVER_MEAN, Throughput
 from megatoken.planning.workloads import Profile
 from megatoken.text import precise
 
@@ -81,17 +82,17 @@ def residence_seconds(profile: Profile, ttft_seconds: float, tpot_seconds: float
     return service_seconds(profile, ttft_seconds, tpot_seconds) + (profile.turns - 1) * profile.tool_seconds
 
 
-def interactions_of_users(people: float, waiting_seconds: float, think_seconds: float) -> float:
-    """Interactions per second of so many users, by Little's law. UsageError if they never pause."""
-    cycle = waiting_seconds + think_seconds
-    if cycle <= 0:
-        raise UsageError("users who neither wait nor think have no finite rate; set think_seconds in the profile")
-    return people / cycle
+def interactions_of_users(people: float, pause_seconds: float) -> float:
+    """Interactions per second of so many users, one in ``pause_seconds`` each. UsageError if they never pause."""
+    if pause_seconds <= 0:
+        raise UsageError("users who never pause have no finite rate; set think_seconds in the profile")
+    return people / pause_seconds
 
 
 RATIO = "prefill_to_decode_cost"
 LATENCY = "server_to_offline_share"
 CEILING = "utilisation_ceiling_share"
+SCHEDULED = "schedule_share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,31 @@ class Derating:
         return self.planning / self.peak
 
     @property
+    def latency_share(self) -> float:
+        """The share of the peak that serves users within the latency limits."""
+        return float(self.factors[-2].value or 0.0)
+
+    @property
+    def share_is_assumed(self) -> bool:
+        """Whether neither the run, nor its scenario, nor a schedule gives ``latency_share``."""
+        return self.factors[-2].name == LATENCY
+
+    @property
+    def shown_share(self) -> float:
+        """``latency_share`` where the run or its scenario shows it, else 1."""
+        return 1.0 if self.factors[-2].name in (LATENCY, SCHEDULED) else self.latency_share
+
+    @property
+    def user_share(self) -> float:
+        """The user's factors together."""
+        return math.prod(float(factor.value or 0.0) for factor in self.factors[:-2])
+
+    @property
+    def headroom_share(self) -> float:
+        """The user's factors and the utilisation ceiling together."""
+        return self.user_share * float(self.factors[-1].value or 0.0)
+
+    @property
     def latency_bound_state(self) -> State:
         """State of the latency-bound rate."""
         return weakest((self.peak_state, *(factor.state for factor in self.factors[:-1])))
@@ -205,7 +231,7 @@ def _latency_input(throughput: Throughput, assumptions: Assumptions) -> Input:
             return Input(
                 "latencies_already_kept", 1.0, "share", "given", f"the rate is of scenario {throughput.scenario}"
             )
-        return assumed
+        return _scheduled(throughput, assumptions) or assumed
     if service.kept:
         return Input("service_level_kept", 1.0, "share", throughput.state, service.why)
     if service.kept is False and service.good_output_tokens_per_second is not None:
@@ -214,4 +240,19 @@ def _latency_input(throughput: Throughput, assumptions: Assumptions) -> Input:
             raise UsageError(f"no request kept the service level, so there is no planning rate: {service.why}")
         why = f"goodput of a run that broke the service level, not a measured bound: {service.why}"
         return Input("goodput_share", share, "share", "estimate", why)
-    return replace(assumed, source=f"{assumed.source}; the run does not show it: {service.why}")
+    found = _scheduled(throughput, assumptions) or assumed
+    return replace(found, source=f"{found.source}; the run does not show it: {service.why}")
+
+
+def _scheduled(throughput: Throughput, assumptions: Assumptions) -> Input | None:
+    """The share by the schedule of the cost model, for requests of the lengths at which the rate was reached."""
+    if throughput.replica is None:
+        return None
+    ttft, tpot = (assumptions[name] / assumptions[P99_OVER_MEAN] for name in LIMITS)
+    lengths, speed = throughput.lengths, throughput.speed
+    found = schedule(
+        throughput.replica, lengths, speed=speed, ttft_limit_seconds=ttft, tpot_limit_seconds=tpot
+    )
+    share = min(1.0, found.output_tokens_per_second * throughput.replicas / throughput.output_tokens_per_second)
+    where = f"schedule of the cost model on {throughput.replica.gpu}; bound: {found.bound}"
+    return Input(SCHEDULED, share, "share", "estimate", where)

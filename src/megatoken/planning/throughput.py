@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from megatoken.analysis.machine import accelerator_name, contentions, rate_state, run_accelerators
+from megatoken.engine.config import SHAPES
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
 from megatoken.planning.figures import STATES, Input, State
+from megatoken.planning.schedule import PRECISIONS, Lengths, Replica, find_replica, offline_rate
 from megatoken.planning.service_level import ServiceLevel, Verdict, how_well_kept, judge_run
 from megatoken.text import count_of, exact, precise
 
@@ -24,8 +26,10 @@ _Choice = TypeVar("_Choice")
 
 MIX = "benchmark_input_tokens_per_output_token"
 LENGTH = "benchmark_output_tokens_per_request"
+DEFAULT_MODEL = "llama2-70b"  # the benchmark whose lengths are the defaults
 RATE_UNIT = "output tokens/s, whole run"
 LIMITS = ("ttft_limit_seconds", "tpot_limit_seconds")
+P99_OVER_MEAN = "p99_over_mean_latency"
 MOST_INPUT = 1_000_000
 MOST_ACCELERATORS = 1_000_000_000
 DEFAULT_MIX = (
@@ -40,7 +44,8 @@ class Throughput:
 
     ``accelerators`` is the number that produces the rate, None if unknown. ``input_tokens_per_output_token`` and
     ``output_tokens_per_request`` describe the requests. ``scenario`` is offline, server, interactive or None.
-    ``service`` says whether the run kept the service level, if the rate is of a run.
+    ``service`` says whether the run kept the service level, if the rate is of a run. ``replica`` is what the cost model
+    knows step times of; None where it does not know the model or the accelerator, as ``notes`` say.
     """
 
     output_tokens_per_second: float
@@ -56,6 +61,25 @@ class Throughput:
     mix_state: State
     service: Verdict | None = None
     notes: tuple[str, ...] = ()
+    replica: Replica | None = None
+
+    @property
+    def lengths(self) -> Lengths:
+        """Mean lengths of the requests at which the rate was reached."""
+        prompt = self.input_tokens_per_output_token * self.output_tokens_per_request
+        return Lengths(prompt, prompt, self.output_tokens_per_request)
+
+    @property
+    def speed(self) -> float:
+        """The rate over the rate that the cost model gives the same replicas in Offline."""
+        assert self.replica is not None
+        return self.output_tokens_per_second / self.replicas / offline_rate(self.replica, self.lengths)
+
+    @property
+    def replicas(self) -> float:
+        """Copies of the model; a part of one where the rate is of fewer accelerators than one copy takes."""
+        assert self.replica is not None and self.accelerators is not None
+        return self.accelerators / self.replica.ranks
 
     @property
     def total_tokens_per_second(self) -> float:
@@ -80,16 +104,19 @@ def from_number(
     state: str = "unverified",
     source: str = "given on the command line",
     input_tokens_per_output_token: float | None = None,
+    model: str | None = None,
+    precision: str | None = None,
     assumptions: Assumptions,
 ) -> Throughput:
     """A published or otherwise known rate of ``tokens_per_second``, produced by ``accelerators`` accelerators.
 
     ``counted`` is output, or total if the rate counts input tokens too. ``accelerator`` is a name as in
     ``gpu_specs.csv``. Rates of the scenarios server and interactive already respect latencies. Without
-    ``input_tokens_per_output_token`` of the requests at that rate, it is assumed.
+    ``input_tokens_per_output_token`` of the requests at that rate, it is assumed. ``model`` is a named shape, by default
+    that of the benchmark; ``precision`` by default the fastest of the accelerator.
 
     Raises:
-        UsageError: a number is out of range, or a scope, unit or state is unknown.
+        UsageError: a number is out of range, or a scope, unit, state, model or precision is unknown.
     """
     check_positive("--tokens-per-second", tokens_per_second)
     checked_scope: Scope = choose("--per", scope, get_args(Scope))
@@ -115,7 +142,11 @@ def from_number(
         mix_input, notes = Input(MIX, mix, "input tokens / output token", "given", source), []
     rate = tokens_per_second / (1 + mix) if checked_counted == "total" else tokens_per_second
     unit = f"{checked_counted} tokens/s per {checked_scope}"
-    return Throughput(
+    if model is not None:
+        choose("--model", model, tuple(SHAPES))
+    if precision is not None:
+        choose("--precision", precision, PRECISIONS)
+    throughput = Throughput(
         output_tokens_per_second=rate,
         scope=checked_scope,
         accelerators=accelerators,
@@ -129,6 +160,30 @@ def from_number(
         mix_state=mix_input.state,
         notes=tuple(notes),
     )
+    return _with_replica(throughput, model, precision)
+
+
+def _with_replica(throughput: Throughput, model: str | None, precision: str | None) -> Throughput:
+    """The throughput with its replica, or with a note that says why memory and latency are not computed."""
+    found: Replica | str = "the number of accelerators is unknown"
+    if throughput.accelerators is not None:
+        found = find_replica(model or DEFAULT_MODEL, precision, throughput.accelerator, throughput.lengths)
+    if isinstance(found, str):
+        note = f"KV memory and latency are not computed: {found}. Name it with --accelerator, --model, --precision."
+        return replace(throughput, notes=(*throughput.notes, note))
+    source = "given" if model else "the benchmark of the default lengths"
+    inputs = (
+        Input("model", found.model, "shape", "given" if model else "assumed", source),
+        Input(
+            "precision",
+            found.precision,
+            f"on {count_of(found.ranks, found.gpu)} per replica",
+            "given" if precision else "assumed",
+            "given" if precision else f"the fastest that {found.gpu} has",
+        ),
+        Input("kv_cache", found.cache_tokens, "tokens per replica", "estimate", "memory plan of the engine"),
+    )
+    return replace(throughput, replica=found, inputs=(*throughput.inputs, *inputs))
 
 
 def from_runs(
@@ -160,7 +215,7 @@ def from_runs(
     source = f"{first.path} ({first.verdict})" if len(runs) == 1 else _mean_of(whole)
     mix, state = tokens_in / tokens_out, rate_state(first)
     level = ServiceLevel(*(assumptions[name] for name in LIMITS))
-    return Throughput(
+    throughput = Throughput(
         output_tokens_per_second=rates["geometric_mean"],
         scope="system" if nodes > 1 else "node",
         accelerators=used,
@@ -178,6 +233,8 @@ def from_runs(
         service=min((judge_run(run, level) for run in whole), key=how_well_kept),
         notes=tuple(_run_notes(runs, whole, rates)),
     )
+    model, precision = first.result.get("model"), first.result.get("precision")
+    return _with_replica(throughput, model, precision) if throughput.accelerator else throughput
 
 
 def _mean_of(runs: Sequence[Run]) -> str:

@@ -12,6 +12,7 @@ from pydantic import Field
 from megatoken.errors import ConfigError
 from megatoken.planning.assumptions import read_shipped
 from megatoken.planning.figures import State
+from megatoken.planning.schedule import Lengths
 from megatoken.text import nearest
 from megatoken.yaml_files import Strict, read_strict
 
@@ -63,6 +64,20 @@ class Profile(_Entry):
         share = self.prefix_cache_share if prefix_cache_share is None else prefix_cache_share
         new = self.turns * (self.input_tokens + self.context_tokens)
         return new + self.repeated_tokens * (1 - share)
+
+    @property
+    def request_lengths(self) -> Lengths:
+        """Mean lengths of a request, over the turns."""
+        return Lengths(self.read_tokens(0.0) / self.turns, self.read_tokens() / self.turns, self.output_tokens)
+
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds from one interaction of a user to the next: reading and thinking, and tools between turns.
+
+        Answers are read while they stream, so the time of the answer is not added and slower service does not lower
+        demand.
+        """
+        return self.think_seconds + (self.turns - 1) * self.tool_seconds
 
     def shortened(self, share: float) -> Profile:
         """The same profile with inputs shorter by ``share``, in whole tokens."""

@@ -14,7 +14,7 @@ from megatoken.files import deeper_than, plain
 from megatoken.report.words import clean
 from megatoken.text import is_number
 
-PLANS = ("plan_capacity", "plan_fleet", "plan_energy", "plan_cost", "plan_throughput")
+PLANS = ("plan_buy", "plan_capacity", "plan_fleet", "plan_energy", "plan_cost", "plan_throughput")
 KINDS = ("audit", "aggregate", "comparison", "repeats", "sweep", *PLANS)
 SCHEMA_VERSION = 1
 LARGEST_BYTES = 64 * 2**20

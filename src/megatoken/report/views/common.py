@@ -8,10 +8,11 @@ from typing import Any
 from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View, Words, text_of
 from megatoken.report.documents import Document
 from megatoken.report.words import aligned, labelled, plain_text, sentence
-from megatoken.text import ABSENT, is_number, precise
+from megatoken.text import ABSENT, is_number, precise, rounded, significant
 
 COMMON_KEYS = ("kind", "schema_version", "created_at", "title", "inputs", "notes")
 INPUT_KEYS = {"name", "value", "unit", "state", "source", "low", "high"}
+WEAK = ("assumed", "nameplate", "estimate")  # states whose numbers have three significant digits
 TONES = {"verified": "good", "measured": "good"}
 FOOTER = "Made by megatoken from the JSON document next to this page; megatoken report rebuilds the page from it."
 LEGIBLE_ROWS = 500
@@ -105,7 +106,17 @@ def given_tables(document: Document) -> Iterator[Table]:
     """The tables that a document carries ready made: ``name``, ``title``, ``note``, and ``rows`` of one shape."""
     for part in document.parts("tables"):
         title = part.text("title") or sentence(part.text("name"))
-        yield records_table(title, part.parts("rows"), note=part.text("note"))
+        rows: list[Document | dict[str, Any]] = list(part.parts("rows"))
+        if part.flag("rounded"):
+            rows = [_rounded(row) for row in part.parts("rows")]
+        yield records_table(title, rows, note=part.text("note"))
+
+
+def _rounded(row: Document) -> dict[str, Any]:
+    """The row with three significant digits, unless its state is stronger than an estimate; counts keep theirs."""
+    if row.text("state", WEAK[0]) not in WEAK:
+        return dict(row.values)
+    return {key: rounded(value) if isinstance(value, float) else value for key, value in row.values.items()}
 
 
 def facts_table(caption: str, values: Mapping[str, Any], note: str = "") -> Table:
@@ -135,7 +146,7 @@ def _figures(inputs: list[Document]) -> Table:
     rows = tuple(
         (
             (Words(one.text("name"), "strong"), Words(one.text("source"), "quiet")),
-            plain_text(one.values.get("value")),
+            _input_value(one),
             _range(one),
             one.text("unit"),
             state_cell(one.text("state")),
@@ -144,6 +155,11 @@ def _figures(inputs: list[Document]) -> Table:
     )
     heads = (Column("Value", numeric=True), Column("Range", numeric=True), Column("Unit"), Column("State"))
     return Table("Inputs", (Column("Input and source"), *heads), rows, stacked=True)
+
+
+def _input_value(one: Document) -> str:
+    value = one.values.get("value")
+    return significant(value) if is_number(value) and one.text("state") in WEAK else plain_text(value)
 
 
 def _range(one: Document) -> str:

@@ -10,11 +10,11 @@ from megatoken.report.bars import Bar, Swing, bar_chart, tornado, waterfall
 from megatoken.report.blocks import Column, Figure, Headline, Table, View, Words, section
 from megatoken.report.curves import line_chart, stairs
 from megatoken.report.documents import Document
-from megatoken.report.views.common import given_tables, records_table, state_cell, view
+from megatoken.report.views.common import WEAK, given_tables, records_table, state_cell, view
 from megatoken.report.words import label, plain_text, sentence
-from megatoken.text import is_number, precise
+from megatoken.text import is_number, precise, significant
 
-KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall")
+KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall", "headline")
 # Tables that are also drawn: the columns with the name, the length and the state of a bar.
 BARS = {
     "efficiency": ("system", "output_tokens_per_joule", "power_state"),
@@ -27,8 +27,9 @@ BARS = {
 def plan_view(document: Document) -> View:
     """The report on ``megatoken plan``: capacity, fleet, energy, cost or throughput."""
     results = document.parts("results")
+    ranged = [result for result in results if result.number("low") is not None]
     sections = (
-        section("Results", _results(results)),
+        section("Results", _ranges(ranged) if ranged else _results(results)),
         section("At a glance", *_figures(document, results)),
         section("In detail", *given_tables(document)),
         section("Profiles", records_table("Workload profiles", document.parts("profiles"))),
@@ -65,10 +66,22 @@ def _results(results: Sequence[Document]) -> Table:
     return Table("Results", columns, rows, stacked=True)
 
 
-def _value(result: Document) -> str:
-    value = result.values.get("value")
+def _ranges(results: Sequence[Document]) -> Table:
+    """Low, expected and high of each result: the answer comes before the formulas, which are on the page."""
+    rows = tuple(
+        (result.text("name"), *(_value(result, key) for key in ("low", "value", "high")), _unit(result))
+        for result in results
+    )
+    columns = (Column("Result"), *(Column(name, numeric=True) for name in ("Low", "Expected", "High")), Column("Unit"))
+    formulas = "; ".join(f"{result.text('name')}: {result.text('formula')}" for result in results)
+    return Table("Results", columns, rows, note=formulas)
+
+
+def _value(result: Document, key: str = "value") -> str:
+    value = result.values.get(key)
     if is_number(value):
-        return precise(100 * value if result.text("unit") == "share" else value)
+        shown = significant if result.text("state") in WEAK else precise
+        return shown(100 * value if result.text("unit") == "share" else value)
     return plain_text(value)
 
 
@@ -110,7 +123,7 @@ def _tornado(document: Document, results: Sequence[Document]) -> Iterator[Figure
         for swing in document.parts("sensitivities")
         if (low := swing.number("result_low")) is not None and (high := swing.number("result_high")) is not None
     ]
-    base = _first_number(results)
+    base = next((one for one in results if one.text("name") == document.text("headline")), _first_number(results))
     if swings and base:
         title = f"Sensitivity: {base.text('name')}"
         yield tornado(title, base.text("unit"), base.number("value") or 0.0, swings)
