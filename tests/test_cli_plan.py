@@ -50,10 +50,13 @@ def test_cost_is_made_of_assumptions_that_are_printed_and_can_be_set() -> None:
 
 
 def test_flags_reach_the_plan(tmp_path: Path) -> None:
-    base = document_of("plan", "fleet", *RACK, *DEMAND)["results"][0]["value"]
+    shape = ("--nodes-per-rack", 18)
+    base = document_of("plan", "fleet", *RACK, *DEMAND, *shape)["results"][0]["value"]
     spared = document_of("plan", "fleet", *RACK, *DEMAND, "--spare", 3, "--nodes_per_rack", 18)["results"][0]["value"]
     assert spared == base + 2
-    assert document_of("plan", "fleet", *RACK, *DEMAND, "--factor", "makespan=0.5")["results"][0]["value"] > base
+    assert (
+        document_of("plan", "fleet", *RACK, *DEMAND, *shape, "--factor", "makespan=0.5")["results"][0]["value"] > base
+    )
     burst = ("--curve", "office_day", "--burst-tokens-per-second", 31_000, "--burst-accelerators-per-node", 8)
     tables = document_of("plan", "fleet", *RACK, *DEMAND, *burst)["tables"]
     assert "policies" in json.dumps(tables)

@@ -88,14 +88,14 @@ def test_waiting_for_tools_is_waiting_but_not_in_flight():
     assert residence_seconds(AGENT, 0.5, 0.02) == pytest.approx(service_seconds(AGENT, 0.5, 0.02) + 3 * 2)
 
 
-@given(st.floats(0, 1e6), st.floats(1e-3, 1e5), st.floats(0, 1e5))
-def test_littles_law(rate, wait, think):
-    assert interactions_of_users(rate * (wait + think), wait, think) == pytest.approx(rate)
+@given(st.floats(0, 1e6), st.floats(1e-3, 1e5))
+def test_users_over_their_pause(rate, pause):
+    assert interactions_of_users(rate * pause, pause) == pytest.approx(rate)
 
 
 def test_users_who_never_pause_are_refused():
     with pytest.raises(UsageError, match="think_seconds"):
-        interactions_of_users(10, 0.0, 0.0)
+        interactions_of_users(10, 0.0)
 
 
 @given(st.lists(st.floats(0.01, 1), max_size=4), RATES)
@@ -126,7 +126,7 @@ def test_output_only_total_and_priced_rates_are_in_order(rack, assumptions):
     assert row["all_tokens_alike_interactions_per_second"] == pytest.approx(1_100_948.3 * 1.815 / 2500)
     low, priced, high = (row[f"{name}_interactions_per_second"] for name in ("priced_low", "priced", "priced_high"))
     assert low <= priced <= high < row["output_only_interactions_per_second"]
-    assert row["planning_interactions_per_second"] == pytest.approx(priced * 0.884 * 0.7)
+    assert row["planning_interactions_per_second"] < priced * 0.7  # KV memory and latency bound it
 
 
 def test_a_rate_that_counted_input_is_taken_apart(assumptions):
@@ -139,7 +139,7 @@ def test_the_mix_of_another_benchmark_says_so(assumptions):
     default = from_number(1000, scope="node", assumptions=assumptions)
     own = from_number(1000, scope="node", input_tokens_per_output_token=3.0, assumptions=assumptions)
     assert any("llama2-70b" in note for note in default.notes) and default.mix_state == "unverified"
-    assert own.notes == () and own.mix_state == "given"
+    assert not any("llama2-70b" in note for note in own.notes) and own.mix_state == "given"
 
 
 def test_server_rates_are_not_derated_for_latency_twice(assumptions):

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from megatoken.errors import ConfigError, UsageError
 from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.capacity import plan_capacity
+from megatoken.planning.cost import System, plan_cost
+from megatoken.planning.energy import power_of
 from megatoken.planning.fleet import SupplyClass, fit, nodes_for, policies, size
 from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
-from megatoken.planning.pricing import parse_factor
+from megatoken.planning.pricing import derating, parse_factor
 from megatoken.planning.throughput import from_number
 from megatoken.planning.workloads import load_profiles
 
@@ -127,20 +130,22 @@ def test_a_plan_counts_racks_of_thousands(rack, assumptions):
     plan = plan_fleet(
         Supply(rack, 4, 18), load_demand("interactions", 40_000), assumptions, profile=profile, domain="rack"
     )
-    per_rack = 807.197 * 0.884 * 0.7
+    per_rack = (
+        plan_capacity(rack, [profile], assumptions).table("concurrency").rows[0]["planning_interactions_per_second"]
+    )
     assert plan.result("Before rounding up").value == pytest.approx(40_000 / per_rack * 18, rel=1e-4)
     assert plan.results[0].value == plan.result("Racks").value * 18
     assert plan.result("Racks").value == math.ceil(math.ceil(40_000 / per_rack * 18) / 18) + 1
     assert plan.result("Accelerators").value == plan.results[0].value * 4 > 4600
 
 
-def test_users_become_interactions_by_littles_law(rack, assumptions):
+def test_users_become_interactions_by_their_pause(rack, assumptions):
     profile = load_profiles(names=["simple_qa"])[0]
-    by_users = plan_fleet(Supply(rack, 4), load_demand("users", 196_800), assumptions, profile=profile)
+    by_users = plan_fleet(Supply(rack, 4), load_demand("users", 95_000), assumptions, profile=profile)
     by_rate = plan_fleet(Supply(rack, 4), load_demand("interactions", 1000), assumptions, profile=profile)
     exact = "Before rounding up"
     assert by_users.result(exact).value == pytest.approx(by_rate.result(exact).value)
-    assert any("196.8 s" in note for note in by_users.notes)
+    assert any("95 s" in note for note in by_users.notes)
 
 
 def test_factors_of_the_user_need_more_nodes(rack, assumptions):
@@ -155,9 +160,9 @@ def test_factors_of_the_user_need_more_nodes(rack, assumptions):
 def test_burst_and_loss_of_the_base(rack, assumptions):
     slow = from_number(12_000, scope="node", accelerators=8, accelerator="H100", assumptions=assumptions)
     demand = load_demand("output-tokens", 1e6, "office_day")
-    plan = plan_fleet(Supply(rack, 4), demand, assumptions, burst=Supply(slow))
+    plan = plan_fleet(Supply.of(System(rack, power_of(rack)), 4, 18), demand, assumptions, burst=Supply(slow))
     table = {row["policy"]: row for row in plan.table("policies").rows}
-    assert plan.result("Burst nodes without any base").value == math.ceil(1e6 / (12_000 * 0.884 * 0.7))
+    assert plan.result("Burst nodes without any base").value == math.ceil(1e6 / derating(slow, assumptions).planning)
     assert table["burst only"]["most_burst_nodes"] == plan.result("Burst nodes without any base").value
     assert table["cheapest mix"]["price_dollars_per_hour"] == min(
         row["price_dollars_per_hour"] for row in table.values()
@@ -252,17 +257,37 @@ def test_a_node_has_the_accelerators_of_its_rate(assumptions):
 
 
 def test_prices_can_be_set(rack):
-    cheap = load_assumptions(settings=["base_dollars_per_accelerator_hour=1.5"])
-    plan = plan_fleet(Supply(rack, 4), load_demand("output-tokens", 1e6), cheap)
+    no_staff = load_assumptions(settings=["staff_people_per_thousand_accelerators=0"])
+    rented = Supply.of(System(rack, None, 1.5), 4, 18)
+    plan = plan_fleet(rented, load_demand("output-tokens", 1e6), no_staff)
     assert plan.result("Price").value == pytest.approx(plan.results[0].value * 4 * 1.5)
     with pytest.raises(ConfigError, match="must be at least 0"):
-        load_assumptions(settings=["base_dollars_per_accelerator_hour=-1"])
+        load_assumptions(settings=["burst_dollars_per_accelerator_hour=-1"])
+
+
+def test_fleet_and_cost_have_one_price(rack, assumptions):
+    system = System(rack, power_of(rack))
+    fleet = plan_fleet(Supply.of(system, 4, 18), load_demand("output-tokens", 1e6), assumptions)
+    hourly = plan_cost(system, [], assumptions).result("Cost of the system").value
+    assert fleet.result("Price").value == pytest.approx(fleet.result("Accelerators").value * hourly / 72)
+    unknown = plan_fleet(Supply(rack, 4), load_demand("output-tokens", 1e6), assumptions).result("Price")
+    assert unknown.value is None and "--accelerator" in unknown.formula
+
+
+def test_a_rack_is_bought_whole(rack, assumptions):
+    supply = Supply.of(System(rack, power_of(rack)))
+    assert (supply.accelerators_per_node, supply.nodes_per_rack, supply.whole_racks) == (4, 18, True)
+    plan = plan_fleet(supply, load_demand("output-tokens", 1e6), assumptions)
+    assert plan.results[0].name == "Racks" and plan.results[0].value == 2
+    assert plan.result("Accelerators").value == 144
+    assert plan.result("Spare nodes").value == 36 - plan.result("Serving nodes").value
 
 
 def test_every_policy_pays_for_spare_racks(rack, assumptions):
     slow = from_number(12_000, scope="node", accelerators=8, accelerator="H100", assumptions=assumptions)
     demand = load_demand("output-tokens", 3e6, "office_day")
-    plan = plan_fleet(Supply(rack, 4, 18), demand, assumptions, domain="rack", burst=Supply(slow))
+    base = Supply.of(System(rack, power_of(rack)), 4, 18)
+    plan = plan_fleet(base, demand, assumptions, domain="rack", burst=Supply(slow))
     table = {row["policy"]: row for row in plan.table("policies").rows}
     assert table["base only"]["base_nodes"] == plan.result("Nodes").value
     assert table["base only"]["price_dollars_per_hour"] == pytest.approx(plan.result("Price").value)

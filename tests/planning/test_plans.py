@@ -21,8 +21,8 @@ PROFILES = load_profiles()
 
 
 def all_plans(throughput, assumptions):
-    supply = Supply(throughput, 4, 18)
     power = power_of(throughput)
+    supply = Supply.of(System(throughput, power), 4, 18)
     demand = load_demand("users", 100_000, "office_day")
     return [
         plan_capacity(throughput, PROFILES, assumptions),

@@ -157,7 +157,7 @@ def test_capacity_has_its_table_and_shares_become_percent():
     document["results"].append({"name": "left", "value": 0.9444, "unit": "share", "formula": "", "state": "estimate"})
     root = page_of(document)
     assert table_rows(root, "What the rate means for users")["RAG"] == ["440", "5,280", "31,680"]
-    assert table_rows(root, "Results")["left"] == ["94.44", "%", "! estimate"]
+    assert table_rows(root, "Results")["left"] == ["94.4", "%", "! estimate"]
     assert figure(root, "What the rate means for users").find("svg/rect") is not None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
@@ -108,9 +108,7 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     per_node = supply.accelerators_per_node
     share = per_node / throughput.accelerators
     demand = interactions_of_users(order.seats * assumptions[SEATS], profile.pause_seconds)
-    nodes = SupplyClass(
-        "base", served.planning * share, per_node, None, supply.nodes_per_rack, supply.whole_racks
-    )
+    nodes = SupplyClass("base", served.planning * share, per_node, None, supply.nodes_per_rack, supply.whole_racks)
     sized = size(demand, nodes, spare_domains=order.spare_domains, domain=order.domain)
     monthly = order.seats * profile.interactions_per_user_month
     millions = monthly * profile.written_tokens / 1e6
@@ -226,7 +224,7 @@ def _top(name: str, moves: Sequence[Sensitivity]) -> Table:
         }
         for one in moves[:TOP]
     )
-    note = f"{name.lower()} ({RESULTS[name][0]}) with this assumption alone at the ends of its range"
+    note = f"{RESULTS[name][0]}, with this assumption alone at the ends of its range"
     return Table(f"top_{name.lower().replace(' ', '_')}", f"What moves most: {name.lower()}", rows, note)
 
 

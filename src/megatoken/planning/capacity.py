@@ -64,9 +64,7 @@ def _waits(throughput: Throughput, assumptions: Assumptions) -> tuple[Input, Inp
     return ttft, tpot
 
 
-def _latency_inputs(
-    throughput: Throughput, assumptions: Assumptions, waits: tuple[Input, Input]
-) -> tuple[Input, ...]:
+def _latency_inputs(throughput: Throughput, assumptions: Assumptions, waits: tuple[Input, Input]) -> tuple[Input, ...]:
     return waits if throughput.replica is None else assumptions.inputs((*LIMITS, P99_OVER_MEAN))
 
 
@@ -233,12 +231,9 @@ def _notes(throughput: Throughput) -> list[str]:
     notes = [
         "The rate counts output tokens. The documents that published 1,100,948 tokens/s for a rack divide it by the"
         " input and output tokens of an interaction.",
-        *(
-            []
-            if throughput.replica
-            else ["Token prices apply to contexts about as long as the benchmark's; tokens of longer contexts cost more."]
-        ),
     ]
+    if throughput.replica is None:
+        notes.append("Token prices apply to contexts about as long as the benchmark's; longer ones cost more.")
     if throughput.service is not None and not throughput.service.kept:
         notes.append(f"Service level: {throughput.service.why}.")
     if throughput.accelerators is None:

@@ -201,7 +201,10 @@ def plan_cost(
         title=f"Cost of {throughput.label}",
         inputs=(*throughput.inputs, *used, *priced.inputs),
         results=tuple(_results(inputs, state)),
-        tables=(_lines(inputs, lines, state), _interactions(inputs, profiles, throughput, priced, derated, assumptions, state)),
+        tables=(
+            _lines(inputs, lines, state),
+            _interactions(inputs, profiles, throughput, priced, derated, assumptions, state),
+        ),
         profiles=tuple(profile.to_document() for profile in profiles),
         sensitivities=_sensitivities(system, assumptions, assumed),
         notes=(*throughput.notes, *_notes(system, assumptions)),

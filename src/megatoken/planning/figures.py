@@ -80,8 +80,8 @@ class Sensitivity:
 class Plan:
     """One plan; ``kind`` is plan_buy, plan_capacity, plan_fleet, plan_energy, plan_cost or plan_throughput.
 
-    The sensitivities refer to the result ``headline``, by default the first. A ``waterfall`` has title, unit, total and steps
-    of name, value and state.
+    The sensitivities refer to the result ``headline``, by default the first. A ``waterfall`` has title, unit, total
+    and steps of name, value and state.
     """
 
     kind: str

@@ -16,7 +16,7 @@ from megatoken.planning.bounds import Served
 from megatoken.planning.cost import UNPRICED, System, accelerator_hour
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
 from megatoken.planning.fleet import MOST_NODES, Size, SupplyClass, fit, nodes_for, parse_curve, policies, size
-from megatoken.planning.pricing import CEILING, derating, interactions_of_users, price
+from megatoken.planning.pricing import CEILING, SCHEDULED, derating, interactions_of_users, price
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile
 from megatoken.text import count_of, nearest, precise
@@ -47,9 +47,7 @@ class Supply:
     whole_racks: bool = False
 
     @classmethod
-    def of(
-        cls, system: System, accelerators_per_node: int | None = None, nodes_per_rack: int | None = None
-    ) -> Supply:
+    def of(cls, system: System, accelerators_per_node: int | None = None, nodes_per_rack: int | None = None) -> Supply:
         """The supply of a system: shapes that are not given are those of its accelerator, if they are known."""
         throughput = system.throughput
         facts = accelerator_facts(throughput.accelerator)
@@ -271,8 +269,10 @@ def _class(
     if per_node is None:
         raise UsageError(f"accelerators per node of the {name} class unknown; pass --accelerators-per-node")
     derated = derating(throughput, assumptions, factors)
-    own = [replace(one, name=one.name if name == "base" else f"{name}_{one.name}") for one in throughput.inputs]
-    states, inputs = [derated.state], [*own, *derated.factors]
+    prefix = "" if name == "base" else f"{name}_"
+    own = [replace(one, name=f"{prefix}{one.name}") for one in throughput.inputs]
+    factors = [replace(one, name=f"{prefix}{one.name}") if one.name == SCHEDULED else one for one in derated.factors]
+    states, inputs = [derated.state], [*own, *factors]
     rate = derated.planning * share
     if profile is not None:
         priced = price(throughput, assumptions)

@@ -250,9 +250,7 @@ def _scheduled(throughput: Throughput, assumptions: Assumptions) -> Input | None
         return None
     ttft, tpot = (assumptions[name] / assumptions[P99_OVER_MEAN] for name in LIMITS)
     lengths, speed = throughput.lengths, throughput.speed
-    found = schedule(
-        throughput.replica, lengths, speed=speed, ttft_limit_seconds=ttft, tpot_limit_seconds=tpot
-    )
+    found = schedule(throughput.replica, lengths, speed=speed, ttft_limit_seconds=ttft, tpot_limit_seconds=tpot)
     share = min(1.0, found.output_tokens_per_second * throughput.replicas / throughput.output_tokens_per_second)
     where = f"schedule of the cost model on {throughput.replica.gpu}; bound: {found.bound}"
     return Input(SCHEDULED, share, "share", "estimate", where)

@@ -30,6 +30,7 @@ DEFAULT_MODEL = "llama2-70b"  # the benchmark whose lengths are the defaults
 RATE_UNIT = "output tokens/s, whole run"
 LIMITS = ("ttft_limit_seconds", "tpot_limit_seconds")
 P99_OVER_MEAN = "p99_over_mean_latency"
+MOST_SPEED = 4.0  # a rate further from the cost model is of another model or precision
 MOST_INPUT = 1_000_000
 MOST_ACCELERATORS = 1_000_000_000
 DEFAULT_MIX = (
@@ -112,8 +113,8 @@ def from_number(
 
     ``counted`` is output, or total if the rate counts input tokens too. ``accelerator`` is a name as in
     ``gpu_specs.csv``. Rates of the scenarios server and interactive already respect latencies. Without
-    ``input_tokens_per_output_token`` of the requests at that rate, it is assumed. ``model`` is a named shape, by default
-    that of the benchmark; ``precision`` by default the fastest of the accelerator.
+    ``input_tokens_per_output_token`` of the requests at that rate, it is assumed. ``model`` is a named shape, by
+    default that of the benchmark; ``precision`` by default the fastest of the accelerator.
 
     Raises:
         UsageError: a number is out of range, or a scope, unit, state, model or precision is unknown.
@@ -169,7 +170,14 @@ def _with_replica(throughput: Throughput, model: str | None, precision: str | No
     if throughput.accelerators is not None:
         found = find_replica(model or DEFAULT_MODEL, precision, throughput.accelerator, throughput.lengths)
     if isinstance(found, str):
-        note = f"KV memory and latency are not computed: {found}. Name it with --accelerator, --model, --precision."
+        note = f"KV memory is not checked: {found}. Give --accelerators and --accelerator, such as GB300."
+        return replace(throughput, notes=(*throughput.notes, note))
+    calibrated = replace(throughput, replica=found)
+    if not 1 / MOST_SPEED <= calibrated.speed <= MOST_SPEED:
+        note = (
+            f"KV memory is not checked: the rate is {precise(calibrated.speed)} times what the cost model gives"
+            f" {found.model} in {found.precision} on {found.gpu}; give the --model and --precision of the rate."
+        )
         return replace(throughput, notes=(*throughput.notes, note))
     source = "given" if model else "the benchmark of the default lengths"
     inputs = (
@@ -183,7 +191,7 @@ def _with_replica(throughput: Throughput, model: str | None, precision: str | No
         ),
         Input("kv_cache", found.cache_tokens, "tokens per replica", "estimate", "memory plan of the engine"),
     )
-    return replace(throughput, replica=found, inputs=(*throughput.inputs, *inputs))
+    return replace(calibrated, inputs=(*throughput.inputs, *inputs))
 
 
 def from_runs(

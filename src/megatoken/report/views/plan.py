@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatoken.report.bars import Bar, Swing, bar_chart, tornado, waterfall
-from megatoken.report.blocks import Column, Figure, Headline, Table, View, Words, section
+from megatoken.report.blocks import Column, Figure, Headline, Section, Table, View, Words, section
 from megatoken.report.curves import line_chart, stairs
 from megatoken.report.documents import Document
 from megatoken.report.views.common import WEAK, given_tables, records_table, state_cell, view
@@ -30,13 +30,19 @@ def plan_view(document: Document) -> View:
     ranged = [result for result in results if result.number("low") is not None]
     sections = (
         section("Results", _ranges(ranged) if ranged else _results(results)),
-        section("At a glance", *_figures(document, results)),
-        section("In detail", *given_tables(document)),
+        *_glance_and_detail(document, results, answer=bool(ranged)),
         section("Profiles", records_table("Workload profiles", document.parts("profiles"))),
     )
     first = _first_number(results)
     summary = [_headline(first)] if first else []
     return view(document, document.text("kind").removeprefix("plan_"), summary, sections, KNOWN)
+
+
+def _glance_and_detail(document: Document, results: Sequence[Document], *, answer: bool) -> Iterator[Section]:
+    """Pictures before tables; after an answer with ranges, what moves it most comes first."""
+    glance = section("At a glance", *_figures(document, results))
+    detail = section("What moves the answer, and what bounds it" if answer else "In detail", *given_tables(document))
+    yield from (detail, glance) if answer else (glance, detail)
 
 
 def _first_number(results: Sequence[Document]) -> Document | None:
@@ -73,8 +79,7 @@ def _ranges(results: Sequence[Document]) -> Table:
         for result in results
     )
     columns = (Column("Result"), *(Column(name, numeric=True) for name in ("Low", "Expected", "High")), Column("Unit"))
-    formulas = "; ".join(f"{result.text('name')}: {result.text('formula')}" for result in results)
-    return Table("Results", columns, rows, note=formulas)
+    return Table("Results", columns, rows)
 
 
 def _value(result: Document, key: str = "value") -> str:

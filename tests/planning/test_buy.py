@@ -1,0 +1,105 @@
+"""``plan buy``: each number recomputed, the range, and what a buyer reads first."""
+
+import json
+import math
+
+import pytest
+
+from megatoken.errors import UsageError
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.commands import Common, FleetFlags, Rate, buy, fleet
+
+GB300 = Rate(accelerator="GB300", tokens_per_second=1_100_948.3, per="rack", accelerators=72)
+RAG = Common(profile=("rag",))
+
+
+def test_the_answer_recomputed_from_its_formulas():
+    plan = buy(GB300, RAG, FleetFlags(), seats=500_000)
+    values = {one.name: one.value for one in plan.results}
+    inputs = {one.name: one.value for one in plan.inputs}
+    bounds = plan.table("bounds").rows[0]
+    assert values["Peak demand"] == pytest.approx(500_000 * 0.25 / 227)
+    needed = values["Peak demand"] / (bounds["planning_interactions_per_second"] / 72)
+    assert values["Accelerators needed"] == pytest.approx(needed)
+    assert values["Racks"] == math.ceil((math.ceil(needed / 4) + 1) / 18)
+    assert (values["Nodes"], values["Accelerators"]) == (18 * values["Racks"], 72 * values["Racks"])
+    tokens = 500_000 * 200 * 1200 / 1e6
+    variable = 500_000 * 200 * (1200 * 250 * 0.087e-9 + 2500 * 4 * 3 * 0.023e-9 + 5e-6)
+    month = values["Accelerators"] * inputs["accelerator_hour"] * 730 + variable
+    assert values["Cost per month"] == pytest.approx(month)
+    assert values["Cost per million output tokens"] == pytest.approx(month / tokens)
+    served = bounds["planning_interactions_per_second"] / 0.7 * values["Racks"] * 730 * 3600
+    assert values["Mean utilisation"] == pytest.approx(500_000 * 200 / served)
+    kilowatts = values["Accelerators"] * 1.4 * 1.3 * (0.3 + 0.7 * values["Mean utilisation"])
+    assert values["Energy per month"] == pytest.approx(kilowatts * 1.54 * 730 / 1e3)
+    assert values["Energy per million output tokens"] == pytest.approx(values["Energy per month"] * 1e3 / tokens)
+
+
+def test_the_range_is_the_root_of_the_sum_of_squares():
+    plan = buy(GB300, RAG, FleetFlags(), seats=5000)
+    cost = plan.result("Cost per month")
+    above = [max(0.0, *(math.log(end / cost.value) for end in (one.result_low, one.result_high)))
+             for one in plan.sensitivities]  # fmt: skip
+    assert cost.high == pytest.approx(cost.value * math.exp(math.hypot(*above)))
+    assert all(one.low <= one.value <= one.high for one in plan.results)
+    assert [row["assumption"].replace(" ", "_") for row in plan.table("top_cost_per_month").rows] == [
+        one.input for one in plan.sensitivities[:3]
+    ]
+
+
+def test_the_title_is_the_answer():
+    plan = buy(Rate(accelerator="GB300"), RAG, FleetFlags(), seats=5000)
+    assert (
+        plan.title.startswith("5,000 seats of rag: 1 rack (18 nodes, 72 x GB300)") and "dollars a month" in plan.title
+    )
+    assert buy(Rate(accelerator="H200"), RAG, FleetFlags(), seats=5000).results[0].name == "Nodes"
+
+
+def test_one_price_in_buy_and_fleet():
+    flags = FleetFlags(demand=1000.0, unit="users")
+    hour = next(one.value for one in fleet(GB300, RAG, flags).inputs if one.name == "base_price")
+    rented = buy(GB300, RAG, FleetFlags(rent=4.0), seats=1000)
+    assert next(one.value for one in rented.inputs if one.name == "rent") == 4.0
+    found = next(
+        one.value for one in buy(GB300, RAG, FleetFlags(), seats=1000).inputs if one.name == "accelerator_hour"
+    )
+    assert found == pytest.approx(hour, rel=0.05)  # the power of a fleet that is hardly used is lower
+
+
+def test_prices_are_those_of_the_part_and_dated():
+    assumptions = load_assumptions()
+    prices = [
+        assumptions.priced_for(name).entries["system_price_dollars_per_accelerator"] for name in ("H200", "GB300")
+    ]
+    assert prices[0].value != prices[1].value
+    own = load_assumptions(settings=["system_price_dollars_per_accelerator=1"])
+    assert own.priced_for("H200")["system_price_dollars_per_accelerator"] == 1
+    for name in (None, "H100", "H200", "B200", "GB200", "GB300"):
+        for one in assumptions.priced_for(name).entries.values():
+            if one.unit.startswith("$"):
+                assert "20" in one.source and any(f"20{year}" in one.source for year in range(18, 30)), one
+
+
+def test_an_aggregate_is_a_rate(tmp_path):
+    path = tmp_path / "aggregate.json"
+    document = {
+        "kind": "aggregate",
+        "sum_of_rates_tokens_per_second": 1_100_948.3,
+        "sum_label": "sum",
+        "accelerators": 72,
+        "workload": {"scenario": "offline", "model": "llama2-70b", "precision": "fp4"},
+    }
+    path.write_text(json.dumps(document))
+    flags = FleetFlags(demand=5000.0, unit="users")
+    saved, typed = (fleet(rate, RAG, flags) for rate in (Rate(run=path, accelerator="GB300"), GB300))
+    assert [one.value for one in saved.results] == [one.value for one in typed.results]
+    path.write_text("{}")
+    with pytest.raises(UsageError, match=r"aggregate\.json"):
+        fleet(Rate(run=path), RAG, flags)
+
+
+def test_hardware_that_is_not_named():
+    with pytest.raises(UsageError, match="--accelerator"):
+        buy(Rate(), RAG, FleetFlags(), seats=10)
+    with pytest.raises(UsageError, match="one workload profile"):
+        buy(GB300, Common(), FleetFlags(), seats=10)
