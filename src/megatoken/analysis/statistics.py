@@ -74,6 +74,9 @@ def summarise(
         "latency_seconds": percentiles(done.last - done.scheduled),
         "send_lag_seconds": percentiles(samples.sent - samples.scheduled),
         "handover_seconds": percentiles(samples.submitted - samples.sent),
+        **(
+            {"request_lag_seconds": percentiles(samples.request_lag)} if np.isfinite(samples.request_sent).any() else {}
+        ),
         "stages": stages(samples),
         "percentile_method": PERCENTILE_METHOD,
         "duration_seconds": duration,
@@ -235,6 +238,7 @@ class Samples:
     last: Floats
     tokenise: Floats
     detokenise: Floats
+    request_sent: Floats
     input_tokens: Floats
     output_tokens: Floats
     failed: NDArray[np.bool_]
@@ -250,7 +254,7 @@ class Samples:
         reason = requests["finish_reason"]
         cancelled = pc.equal(reason, "cancelled").fill_null(False).to_numpy() & ~failed
         last = numbers(requests["last_token_seconds"])
-        own_names = ("scheduled", "sent", "submitted", "started", "tokenise", "detokenise")
+        own_names = ("scheduled", "sent", "submitted", "started", "tokenise", "detokenise", "request_sent")
         return cls(
             **{name: numbers(requests[f"{name}_seconds"]) for name in own_names},
             first=numbers(requests["first_token_seconds"]),
@@ -264,6 +268,11 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.scheduled)
+
+    @property
+    def request_lag(self) -> Floats:
+        """Seconds [N] from when a sample was due until its request was given to the kernel; NaN without one."""
+        return self.request_sent - self.scheduled
 
     @property
     def ttft(self) -> Floats:

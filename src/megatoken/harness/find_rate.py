@@ -19,7 +19,15 @@ from megatoken.runs.writer import RunFolder
 from megatoken.text import precise
 
 PROBES = "probes"
-FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK", "LOADGEN_DISAGREES"}
+FAILURE_CODES = {
+    "LOADGEN_ERRORS",
+    "FAILED_SAMPLES",
+    "SEND_LAG",
+    "CLIENT_LIMIT",
+    "WALL_CLOCK",
+    "LOADGEN_DISAGREES",
+    "CLIENT_SATURATED",
+}
 
 
 def find_rate(session: TestSession, first_rate: float) -> Path:

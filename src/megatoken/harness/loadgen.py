@@ -239,6 +239,10 @@ class LoadGenTest:
         """The longest: LoadGen says when a sample is due."""
         return longest
 
+    def fileno(self) -> int:
+        """Of the pipe from which samples are taken."""
+        return self._source.fileno()
+
     def first_token(self, sample: int, token_id: int) -> None:
         """Notes that the first token of a sample exists; sent with the next ``flush``."""
         self._first.append(FirstToken(sample, token_id))

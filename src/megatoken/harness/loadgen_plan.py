@@ -46,12 +46,12 @@ def run_limits(config: RunConfig) -> LatencyLimits | None:
 
 
 def with_target_step(config: RunConfig) -> RunConfig:
-    """``config`` with a target step time in place of null, if the scenario limits the time per output token.
+    """``config`` with a target step time in place of null, if the scenario limits our engine's time per output token.
 
     Each step makes one token of a sample, so the mean step time of a sample is its time per output token.
     """
     limits = run_limits(config)
-    if limits is None or config.engine.target_step_seconds is not None:
+    if limits is None or config.engine.target_step_seconds is not None or config.endpoint.urls is not None:
         return config
     engine = config.engine.model_copy(update={"target_step_seconds": TARGET_STEP_SHARE * limits.tpot_seconds})
     return config.model_copy(update={"engine": engine})

@@ -34,7 +34,7 @@ from megatoken.harness.progress import ExpectedWork, Progress, seconds_left
 from megatoken.harness.text_stages import TextStages
 from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.runs.tables import SampleRow, SeriesRow
-from megatoken.targets import ReplicaReading, SampleEvent, Target
+from megatoken.targets import HasFileno, RemoteTarget, ReplicaReading, SampleEvent, Target
 
 SERIES_PERIOD_NS = 1_000_000_000
 QUEUED_SAMPLES = 1024  # that wait in the target, so that a million samples need not be built before the first step
@@ -190,6 +190,10 @@ class Measurement:
         self._input_tokens = self._output_tokens = 0
         self._noted_output_tokens = 0
         self.failed = 0
+        if isinstance(target, RemoteTarget):
+            target.begin()
+            if isinstance(test, HasFileno):
+                target.wake_on(test)
         # This also reads power for the first time: each later reading is the mean since the one before.
         self._before = {(one.node, one.replica): one.state for one in target.replicas()}
         self.wall_clock = WallClockSteps()
@@ -299,6 +303,8 @@ class Measurement:
         before = self._before.get((replica.node, replica.replica), ReplicaState())
         state = asdict(replica.state)
         state |= {name: state[name] - getattr(before, name) for name in TOTALS}
+        if replica.known is not None:
+            state = {name: value if name in replica.known else None for name, value in state.items()}
         del state["replicas"]  # it is one
         return SeriesRow(
             elapsed_seconds=self._seconds(now_ns),

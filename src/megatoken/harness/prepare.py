@@ -70,7 +70,7 @@ class Prepared:
             "model": self.model.name,
             "weights": self.model.weights,
             "random_weights": self.model.random_weights,
-            "precision": self.config.precision if self.model.shape else None,
+            "precision": self.config.precision if self.model.memory else None,
             "data_set": self.data_set.name,
             "data_set_source": self.data_set.source,
             "data_set_sha256": self.data_set.content_hash,
@@ -122,6 +122,8 @@ def prepare(config: RunConfig, backend: Backend) -> Prepared:
     config = with_target_step(config)
     model = backend.served()
     _check_backend(config, model)
+    if config.endpoint.urls is not None and config.model == REFERENCE:
+        config = config.model_copy(update={"model": model.name})  # no model was named, so it is the server's
     tokenizer = backend.tokenizer() if config.text or _prompts(config) is not None else None
     if config.text and tokenizer is None:
         raise UsageError(f"text: {model.name} has no tokenizer.json; add it to the model's folder")
@@ -164,17 +166,15 @@ def prepare(config: RunConfig, backend: Backend) -> Prepared:
 
 
 def _check_backend(config: RunConfig, model: ServedModel) -> None:
-    """Refuses what needs token ids on a backend that takes text. Raises UsageError."""
-    if model.prompts == "token_ids":
-        return
+    """Refuses what needs token ids on a backend that has text alone. Raises UsageError."""
     for key, wanted in (
         ("mode", config.mode == "accuracy"),
         ("compliance", config.compliance is not None),
         ("text", config.text),
     ):
-        if wanted:
+        if wanted and model.answers == "text":
             raise UsageError(f"{key}: needs token ids, and {model.name} is served as text; leave it out")
-    if config.prompts is None:
+    if config.prompts is None and model.prompts == "text":
         raise UsageError(f"{model.name} is served as text, so it needs prompts; give a file with --prompts")
 
 
@@ -288,10 +288,11 @@ def _check_max_tokens(config: RunConfig, data_set: Dataset) -> None:
 
 def _load_data_set(config: RunConfig, model: ServedModel, tokenizer: Tokenizer | None) -> Dataset:
     prompts = _prompts(config)
-    if model.shape is None or model.memory is None or model.prompts == "text":
+    if model.shape is None or model.prompts == "text":
         assert prompts is not None  # _check_backend
         return load_texts(prompts, encode=tokenizer.encode if tokenizer else None, default_max_tokens=config.max_tokens)
-    vocabulary_size, max_length = model.shape.vocabulary_size, model.memory.max_length
+    vocabulary_size = model.shape.vocabulary_size
+    max_length = model.memory.max_length if model.memory else model.shape.max_positions
     if prompts is None:
         return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length, seed=config.seed)
     if prompts.suffix.lower() in SUFFIXES:
@@ -310,7 +311,7 @@ def _load_data_set(config: RunConfig, model: ServedModel, tokenizer: Tokenizer |
         max_length=model.shape.max_positions if packaged else max_length,
         default_max_tokens=config.max_tokens,
     )
-    if packaged:  # users cannot shorten its lines
+    if packaged and model.memory:  # users cannot shorten its lines
         _check_context(int((data_set.input_tokens + data_set.output_limits).max()), config, model.memory)
     return data_set
 

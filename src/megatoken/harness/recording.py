@@ -34,12 +34,16 @@ def record(
     model.
     """
     scenario = scenario or config.scenario
+    environment = take_inventory()
+    if "servers" in facts:  # what they say of themselves is part of the environment
+        facts = dict(facts)
+        environment["servers"] = facts.pop("servers")
     common = {"notes": [*run_notes(facts), *notes], "mode": config.mode, "rules": config.rules, "text": config.text}
     return RunFolder.create(
         out,
         name or run_name(datetime.now(UTC), scenario, config.model),
         config.model_dump(mode="json"),
-        take_inventory(),
+        environment,
         scenario=scenario,
         facts={**facts, **common},
         summarise=summarise_run,

@@ -5,14 +5,17 @@ Pure functions: the harness calls them when a test ends, and an audit calls them
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatoken.accuracy.gate import Judgement
 from megatoken.analysis.stability import judge_soak
-from megatoken.analysis.statistics import Samples
+from megatoken.analysis.statistics import ARRIVING, Samples
 from megatoken.config import RunConfig
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_plan import run_benchmark, run_limits
@@ -30,13 +33,14 @@ from megatoken.mlperf.rules import (
     unmet_rules,
 )
 from megatoken.mlperf.run_figures import in_seconds
-from megatoken.runs.reasons import Reason, reason
+from megatoken.runs.reasons import Reason, reason, shortfall
 from megatoken.runs.run import Verdict
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 CORE_WAIT_SHARE = 0.05  # of the time; more is noted
+CLIENT_BUSY_SHARE = 0.9  # of a core, in the busiest second of a client process
 _OUTPUT_RATES = {"offline": "result_tokens_per_second"}
 _SAMPLE_RATES = {"offline": "result_samples_per_second", "singlestream": "result_qps_with_loadgen_overhead"}
 
@@ -84,7 +88,9 @@ def concluded(
     unmet, doubtful = unmet_rules(round_of(facts["rules"] or DEFAULT_ROUND, of), log, observed), doubts(log, observed)
     failed = int(samples.failed.sum())
     verdict, reasons = judge(claimed, unmet, failed, len(samples), judged.reasons, doubtful)
-    verdict, reasons = _without_replicas(verdict, reasons, lost_replicas(facts))
+    verdict, reasons = _without_replicas(verdict, reasons, [*lost_replicas(facts), *lost_endpoints(facts)])
+    if saturated := saturated_client(facts, samples, limits):
+        verdict, reasons = Verdict.INVALID, [*reasons, *saturated]
     return {
         "verdict": verdict,
         "reasons": reasons,
@@ -133,6 +139,35 @@ def lost_replicas(facts: Mapping[str, Any]) -> list[Reason]:
     losses = [f"{count} on {node} ({cause})" for (node, cause), count in counts.items()]
     names = ("replicas_least", "replicas", "share_left", "replicas_at_end")
     return [reason("LOST_REPLICAS", **{name: rack[name] for name in names}, losses=losses or None)]
+
+
+def lost_endpoints(facts: Mapping[str, Any]) -> list[Reason]:
+    """One reason if endpoints were lost: how many and why."""
+    endpoints = facts.get("endpoints")
+    if not endpoints or not endpoints["lost"]:
+        return []
+    losses = [f"{one['endpoint']} at {one['at_seconds']:.0f} s ({one['cause']})" for one in endpoints["lost"]]
+    moved = sum(one["samples_moved"] for one in endpoints["lost"])
+    return [
+        reason("LOST_ENDPOINTS", lost=len(losses), endpoints=endpoints["count"], losses=losses, samples_moved=moved)
+    ]
+
+
+def saturated_client(facts: Mapping[str, Any], samples: Samples, limits: LatencyLimits | None) -> list[Reason]:
+    """A reason if the client that sent the requests was the limit: it sent late, or had no processor time left."""
+    client = facts.get("client")
+    if not client:
+        return []
+    busy, processes, waited = client["busy_share"], client["processes"], client["core_wait_share"] or 0.0
+    needed = max(processes + 1, math.ceil(processes * busy / CLIENT_BUSY_SHARE * 2))
+    more = {"processes": processes, "busy_share": busy, "core_wait_share": waited, "processes_needed": needed}
+    if facts["scenario"] in ARRIVING and np.isfinite(samples.request_sent).any():
+        lag, limit = percentile(samples.request_lag), send_lag_limit_seconds(limits)
+        if lag > limit:
+            return [shortfall("CLIENT_SATURATED", lag, limit, **more)]
+    if busy > CLIENT_BUSY_SHARE:
+        return [reason("CLIENT_SATURATED", **more)]
+    return []
 
 
 def _without_replicas(
@@ -196,5 +231,5 @@ def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[Reaso
     """The note on a run with these facts whose process waited for a core for ``share`` of the time it wanted one."""
     if share is None or share <= CORE_WAIT_SHARE:
         return []
-    # The replicas of a rack are processes of their own.
-    return [reason("DRIVER_CORE_WAIT" if "rack_nodes" in facts else "CORE_WAIT", share=share)]
+    # Neither the replicas of a rack nor a server are part of this process.
+    return [reason("DRIVER_CORE_WAIT" if "rack_nodes" in facts or "client" in facts else "CORE_WAIT", share=share)]

@@ -37,7 +37,7 @@ from megatoken.mlperf.rules import ClientCapacity
 from megatoken.runs.reasons import reason
 from megatoken.runs.tables import SampleRow
 from megatoken.runs.writer import RunFolder
-from megatoken.targets import Target
+from megatoken.targets import RemoteTarget, Target
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -176,9 +176,10 @@ class TestSession:
     def _conclude(self, config: RunConfig, folder: RunFolder, measurement: Measurement, log: DetailLog) -> None:
         requests, _ = folder.end_recording()
         core_wait_share = measurement.core_wait.share()
+        findings = self.target.findings(measurement.start_ns) if isinstance(self.target, RemoteTarget) else []
         folder.add_facts(
             {
-                "notes": [*folder.facts["notes"], *core_wait_notes(core_wait_share, folder.facts)],
+                "notes": [*folder.facts["notes"], *core_wait_notes(core_wait_share, folder.facts), *findings],
                 "core_wait_share": core_wait_share,
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
                 **self.target.outcome(measurement.start_ns),
@@ -221,6 +222,7 @@ class _Watched:
         self.add_series = folder.add_series
         self.add_token_times = folder.add_token_times
         self.add_facts = folder.add_facts
+        self.add_token_times = folder.add_token_times
 
     def add_samples(self, rows: Sequence[SampleRow]) -> None:
         self._watch.add_samples(rows)

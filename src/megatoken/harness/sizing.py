@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.datasets.requests import Dataset
-from megatoken.targets import Target
+from megatoken.targets import RemoteTarget, Target
 
 WARM_UP_QUEUE = 16
 REFITS = 20
@@ -30,7 +30,7 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     than too few.
     """
     warm_up = _WarmUp(target, data_set)
-    if not target.replicas():
+    if not target.replicas() or isinstance(target, RemoteTarget):
         rate = warm_up.rate(seconds, learning_seconds)
         target.cancel_all()
         return rate

@@ -21,7 +21,7 @@ MEANING = {
     Verdict.MEASURED: "run completed; no MLPerf compliance claimed",
     Verdict.VALID: "meets the MLPerf rules that it claims",
     Verdict.INVALID: "a required condition was not met",
-    Verdict.DEGRADED: "replicas were lost during the run, even if others replaced them",
+    Verdict.DEGRADED: "replicas or endpoints were lost during the run, even if others replaced them",
     Verdict.INTERRUPTED: "ended early; the numbers cover the work done until then",
 }
 
@@ -30,6 +30,7 @@ SHORTFALLS = {
     "FAILED_SAMPLES": "samples failed",
     "ACCURACY": "the answers are not accurate enough",
     "COMPLIANCE": "the compliance test did not pass",
+    "CLIENT_SATURATED": "the client was the limit, not the server",
     "NO_VALID_RATE": "the search found no valid rate",
 }
 
@@ -90,6 +91,11 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _latency(result, "Last token since query" if offline else "Latency", "latency_seconds"),
         *_stages(result.get("stages")),
         *([_latency(result, "Sent after due", "send_lag_seconds")] if arrives else []),
+        *(
+            [_latency(result, "Request sent after due", "request_lag_seconds")]
+            if "request_lag_seconds" in result
+            else []
+        ),
         _single(result, "Offered", "samples/s", "offered_samples_per_second"),
         *([_single(result, "Time under load", "s", "rated_seconds")] if soak else []),
         _single(result, "Duration with drain" if soak else "Duration", "s", "duration_seconds"),

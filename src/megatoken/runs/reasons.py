@@ -39,6 +39,17 @@ REASONS: Mapping[str, tuple[str, ...]] = {
         "{replicas_least} of {replicas:count replica} left ({share_left:percent.1})",
         "{lost_replicas:count replica} lost before {at_seconds:.0f} s",
     ),
+    "LOST_ENDPOINTS": (
+        "{lost} of {endpoints:count endpoint} lost: {losses:list}; {samples_moved:count unanswered sample} went to the"
+        " others",
+    ),
+    "CLIENT_SATURATED": (
+        "requests were sent {found:ms} after they were due at p99; the limit is {required:ms}."
+        " {processes:count client process/client processes} used {busy_share:percent} of a core and waited for one"
+        " {core_wait_share:percent} of the time; use {processes_needed} on free cores (endpoint.processes)",
+        "{processes:count client process/client processes} used {busy_share:percent} of a core and waited for one"
+        " {core_wait_share:percent} of the time; use {processes_needed} on free cores (endpoint.processes)",
+    ),
     "ANSWERS": ("{found:count answer}; {source} requires {required:,}",),
     "ACCURACY": (
         "{metric} is {found:.7g}; {source} allows at most {at_most:.7g}",
@@ -156,6 +167,39 @@ FINDINGS: Mapping[str, tuple[str, ...]] = {
 }
 NOTES: Mapping[str, tuple[str, ...]] = {
     "NOTE": ("{text}",),  # of a data set, or of an older version
+    "ENDPOINT": ("measured over HTTP, by the route of {api}: {urls:list}",),
+    "EMPTY_FIRST_FRAME": (
+        "{answers:,} of {of:count answer} began with frames without text; times to first token are those of the first"
+        " text",
+    ),
+    "DUMMY_FIRST_TOKEN": (
+        "{answers:,} of {of:count answer} began with the same piece of text, and the next came {first_gap_seconds:ms}"
+        " later, where others follow each other in {gap_seconds:ms}: times to first token are not those of the model",
+    ),
+    "SEVERAL_TOKENS_A_FRAME": (
+        "{tokens_per_frame:.2f} tokens a frame: gaps are those between frames, not between tokens",
+    ),
+    "NO_DONE": ("{answers:,} of {of:count stream} ended without [DONE]",),
+    "EARLY_DONE": ("{answers:,} of {of:count stream} sent [DONE] before the answer was complete",),
+    "NO_USAGE": ("{answers:,} of {of:count answer} came without usage; their tokens are counted as frames",),
+    "USAGE_DIFFERS": (
+        "the server counts {usage_tokens:,} tokens in {answers:count answer} whose text has {own_tokens:,} by the"
+        " model's tokenizer",
+    ),
+    "USAGE_TOO_SMALL": ("{answers:,} of {of:count answer} have fewer tokens by usage than frames that brought text",),
+    "OVER_MAX_TOKENS": ("{answers:,} of {of:count answer} have more tokens than max_tokens allows",),
+    "CUT_ANSWERS": ("{answers:,} of {of:count answer} were cut by length before max_tokens",),
+    "LENGTHS_NOT_FORCED": (
+        "{answers:,} of {of:count answer} ended before the length that ignore_eos and min_tokens asked for",
+    ),
+    "PADDED_ANSWERS": ("{answers:,} of {of:count answer} end in white space that counts as tokens",),
+    "CACHED_PROMPTS": (
+        "the server took {share:percent} of the prompt tokens from a cache, in {answers:,} of {of:count answer}",
+    ),
+    "CACHED_ANSWERS": (
+        "{answers:,} of {of:count repeated prompt} got the same text in {share:percent} of the time of new prompts:"
+        " the answers come from a cache",
+    ),
     "SLIDING_WINDOW": (
         "the context ends at the sliding_window of {model}, {max_length:,} tokens, because attention differs beyond it",
     ),

@@ -69,6 +69,9 @@ class TokenTimes:
                 self._writer = pq.ParquetWriter(
                     self._draft, table.schema, use_dictionary=False, column_encoding=encoding
                 )
+                if (self._folder / TOKENS).is_file():  # of the part of a run that is resumed
+                    for batch in pq.ParquetFile(self._folder / TOKENS).iter_batches():
+                        self._writer.write_table(pa.table(batch.to_pydict(), table.schema))
             self._writer.write_table(table)
         except OSError as error:
             raise storage_error(self._folder / TOKENS, error) from error

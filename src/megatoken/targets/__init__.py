@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.rack.records import SampleEvent
+from megatoken.runs.reasons import Reason
 
-__all__ = ["ReplicaReading", "SampleEvent", "Target"]
+__all__ = ["HasFileno", "RemoteTarget", "ReplicaReading", "SampleEvent", "Target"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,15 @@ class ReplicaReading:
     replica: int
     state: ReplicaState
     telemetry: Telemetry
+    known: frozenset[str] | None = None  # fields of ``state`` that the source reports; None: all
+
+
+@runtime_checkable
+class HasFileno(Protocol):
+    """What the kernel can wait for."""
+
+    def fileno(self) -> int:
+        """Its file descriptor."""
 
 
 class Target(Protocol):
@@ -60,3 +70,17 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Frees what the target holds."""
+
+
+@runtime_checkable
+class RemoteTarget(Target, Protocol):
+    """A target that others run: it is observed from outside."""
+
+    def wake_on(self, source: HasFileno) -> None:
+        """From now on ``poll`` also returns when ``source`` can be read."""
+
+    def begin(self) -> None:
+        """A test begins; what was observed of the client before does not count."""
+
+    def findings(self, since_ns: int) -> list[Reason]:
+        """What the answers since that moment (``time.monotonic_ns()``) showed of the server; for the end of a test."""

@@ -12,7 +12,7 @@ from megatoken.targets.in_process import InProcessBackend
 
 @contextmanager
 def open_backend(config: RunConfig, reporter: Reporter) -> Iterator[Backend]:
-    """Opens the backend that ``config`` names: a rack with ``rack.cluster``, else the engine in this process.
+    """Opens the backend that ``config`` names: servers, a rack with ``rack.cluster``, or the engine in this process.
 
     Args:
         config: what to run.
@@ -20,8 +20,14 @@ def open_backend(config: RunConfig, reporter: Reporter) -> Iterator[Backend]:
 
     Raises:
         CheckpointError, ConfigError, CapacityError: the model cannot be used.
-        UsageError: the rack cannot be used.
+        UsageError: the rack, or a server, cannot be used.
     """
+    if config.endpoint.urls is not None:
+        from megatoken.targets.endpoint.backend import EndpointBackend
+
+        with EndpointBackend(config, reporter).open() as endpoint:
+            yield endpoint
+        return
     if config.rack.cluster is None:
         yield InProcessBackend(config, reporter)
         return

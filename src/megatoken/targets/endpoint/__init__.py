@@ -1,0 +1,1 @@
+"""Servers that speak OpenAI's API over HTTP, as a target: client processes, what their answers show, the address."""

@@ -1,0 +1,153 @@
+"""Where a server is, and plain requests to it before and after a measurement."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatoken.errors import MegatokenError, UsageError
+
+MOST_BYTES = 16 << 20  # of an answer to a plain request
+SHOWN_CHARACTERS = 200  # of a server's message
+FORM = "give an address such as http://host:8000/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of an API. ``path`` has no slash at its end; ``root`` is it without the ``/v1``."""
+
+    secure: bool
+    host: str
+    port: int
+    path: str
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Reads a URL. Raises UsageError, which does not repeat a password."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise UsageError(f"--endpoint: {error}; {FORM}") from None
+        if "@" in parts.netloc:
+            raise UsageError("--endpoint: an address with a user or a password is not supported; give --api-key-file")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise UsageError(f"--endpoint {url}: not the address of an API; {FORM}")
+        secure = parts.scheme == "https"
+        return cls(secure, parts.hostname, port or (443 if secure else 80), parts.path.rstrip("/") or "/v1")
+
+    @property
+    def root(self) -> str:
+        """Path of the server's own routes: metrics, version."""
+        return self.path.removesuffix("/v1")
+
+    @property
+    def name(self) -> str:
+        """Host and port: how results name the endpoint."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The whole address."""
+        return f"http{'s' * self.secure}://{self.name}{self.path}"
+
+
+class AnswerError(MegatokenError):
+    """A server gave another answer than was asked for."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def read_key(file: Path | None) -> str | None:
+    """The API key in a file. Raises UsageError, without the key."""
+    if file is None:
+        return None
+    try:
+        key = file.read_text().strip()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"--api-key-file {file}: cannot be read ({why})") from None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(f"--api-key-file {file}: must hold one key, in printable ASCII characters without spaces")
+    return key
+
+
+def trust(secure: bool, ca_file: Path | None) -> ssl.SSLContext | None:
+    """How the server's certificate is checked; None for plain HTTP. Raises UsageError."""
+    if not secure:
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"endpoint.ca_file {ca_file}: not a PEM file of certificates ({error.strerror})") from None
+
+
+def ask(
+    address: Address,
+    path: str,
+    *,
+    key: str | None,
+    tls: ssl.SSLContext | None,
+    seconds: float,
+    body: Mapping[str, Any] | None = None,
+) -> bytes:
+    """One request, without following redirects; the body of the answer.
+
+    Raises:
+        AnswerError: no connection, or another status than 200.
+    """
+    timeout = max(0.1, seconds)
+    if tls is not None:
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            address.host, address.port, timeout=timeout, context=tls
+        )
+    else:
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        content = None if body is None else json.dumps(body).encode()
+        connection.request("GET" if body is None else "POST", path, content, headers)
+        answer = connection.getresponse()
+        data = answer.read(MOST_BYTES)
+    except ssl.SSLCertVerificationError as error:
+        raise AnswerError(
+            f"{address.url}: its certificate is not trusted ({error.verify_message}); give endpoint.ca_file"
+        ) from None
+    except (OSError, http.client.HTTPException) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        raise AnswerError(f"{address.url}: no answer ({why})") from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise AnswerError(
+            f"{address.url}: {status_error(answer.status, _lower(answer.headers), data, key)}", answer.status
+        )
+    return data
+
+
+def _lower(headers: http.client.HTTPMessage) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def status_error(status: int, headers: Mapping[str, str], body: bytes, key: str | None) -> str:
+    """What a server says with a status that is not 200, in one line and without the key."""
+    if 300 <= status < 400:
+        return f"HTTP {status}: a redirect to {headers.get('location', 'another address')}, which is not followed"
+    try:
+        error = json.loads(body)
+        error = error.get("error", error)
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        text = body.decode("utf-8", "replace")
+    shown = " ".join(str(text).split())
+    if key:
+        shown = shown.replace(key, "***")
+    return f"HTTP {status}: {shown[:SHOWN_CHARACTERS] or 'no message'}"

@@ -1,0 +1,255 @@
+"""Servers over HTTP as a backend: what they serve, what they know, and the client processes that load them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from megatoken.config import RunConfig
+from megatoken.datasets.requests import ChatRequest
+from megatoken.engine.checkpoint import read_config
+from megatoken.engine.config import REFERENCE, model_folder
+from megatoken.engine.request import Request
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import CheckpointError, UsageError, how_to_install
+from megatoken.runs.reasons import Reason, reason
+from megatoken.targets.backend import Reporter, ServedModel, tokenizer_of
+from megatoken.targets.endpoint.address import Address, AnswerError, ask, read_key, trust
+from megatoken.targets.endpoint.answers import Answer, BrokenAnswerError
+from megatoken.targets.endpoint.bodies import PATHS, Api, body_of
+from megatoken.targets.endpoint.observations import Observations
+from megatoken.targets.endpoint.server_process import started_server
+from megatoken.targets.endpoint.target import Asking, EndpointTarget
+from megatoken.targets.endpoint.wire import ClientSettings
+
+FAST_SECONDS = 10.0  # within which a server that runs says what it serves
+MOST_PROCESSES = 4
+PROBE_TOKENS = 4
+WRONG_FIELD = (400, 422)  # statuses with which servers refuse a field
+
+
+class EndpointBackend:
+    """The servers at ``config.endpoint.addresses``, which must serve the same model."""
+
+    def __init__(self, config: RunConfig, reporter: Reporter) -> None:
+        """Reads addresses, key and certificates. Raises UsageError."""
+        _check_packages()
+        self._config = config
+        self._reporter = reporter
+        self._addresses = tuple(Address.parse(url) for url in config.endpoint.addresses)
+        if len(set(self._addresses)) < len(self._addresses):
+            raise UsageError("--endpoint: an address is given twice; name each server once")
+        self._key = read_key(config.endpoint.api_key_file)
+        self._tls = [trust(one.secure, config.endpoint.ca_file) for one in self._addresses]
+        self._served: ServedModel | None = None
+        self._listed: dict[str, Any] = {}
+        self._log: str | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[EndpointBackend]:
+        """Starts the server, if the configuration says how, for as long as the context lasts."""
+        endpoint = self._config.endpoint
+        with ExitStack() as stack:
+            if endpoint.start_server is not None:
+                log = self._config.out / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-server.log"
+                self._reporter.stage("starting the server")
+                ready = lambda: self._models(0)  # noqa: E731
+                stack.enter_context(started_server(endpoint.start_server, log, ready, endpoint.start_seconds))
+                self._log = str(log)
+            yield self
+
+    def served(self) -> ServedModel:
+        """What the first server lists, after a check that the others list it too. Raises UsageError."""
+        if self._served is None:
+            wanted = self._config.endpoint.served_model
+            for at, address in enumerate(self._addresses):
+                try:
+                    listed = self._models(at)
+                except AnswerError as error:
+                    if error.status in (404, 405) and wanted is not None:
+                        continue  # it has no list
+                    raise UsageError(f"--endpoint {error}") from None
+                if wanted is None and not listed:
+                    raise UsageError(f"--endpoint {address.url}: it lists no model; give --served-model")
+                wanted = wanted if wanted is not None else next(iter(listed))
+                if listed and wanted not in listed:
+                    raise UsageError(f"--endpoint {address.url}: it serves {', '.join(listed)}, not {wanted}")
+                self._listed = self._listed or listed.get(wanted, {})
+            assert wanted is not None
+            self._served = self._model(wanted)
+        return self._served
+
+    def tokenizer(self) -> Tokenizer | None:
+        """That of ``model``; the default model's only where the server serves it."""
+        return tokenizer_of(self._config.model) if self._knows_model() else None
+
+    def facts(self) -> Mapping[str, Any]:
+        """None before the servers are asked."""
+        return {}
+
+    @contextmanager
+    def load(self) -> Iterator[EndpointTarget]:
+        """Asks the server what it knows, and starts the client processes. Raises UsageError if it does not answer."""
+        config, endpoint, served = self._config, self._config.endpoint, self.served()
+        self._reporter.stage(f"asking {self._addresses[0].name} for a first answer")
+        asking = self._probe(served.name)
+        processes = endpoint.processes or max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
+        stream = config.scenario != "offline" if endpoint.stream is None else endpoint.stream
+        settings = ClientSettings(
+            self._addresses,
+            self.api,
+            self._key,
+            str(endpoint.ca_file) if endpoint.ca_file else None,
+            stream,
+            endpoint.timeout_seconds,
+            endpoint.connect_seconds,
+            watch_metrics=True,
+        )
+        tokenizer = self.tokenizer()
+        count = (lambda text: len(tokenizer.encode(text, add_special=False))) if tokenizer is not None else None
+        target = EndpointTarget(
+            settings,
+            asking,
+            {"target": self._target_facts(stream, asking), "servers": self._servers()},
+            processes=processes,
+            max_in_flight=endpoint.max_in_flight,
+            observations=Observations(count),
+        )
+        try:
+            yield target
+        finally:
+            target.close()
+
+    @property
+    def api(self) -> Api:
+        """The route: the user's, else by what the prompts are."""
+        if self._config.endpoint.api is not None:
+            return self._config.endpoint.api
+        file = self._config.prompts
+        if file is None or not file.is_file():
+            return "completions"
+        with file.open("rb") as opened:
+            first = opened.readline(1 << 20)
+        try:
+            return "chat" if "messages" in json.loads(first) else "completions"
+        except (ValueError, TypeError):
+            return "completions"
+
+    def _knows_model(self) -> bool:
+        return self._config.model != REFERENCE or self.served().name == REFERENCE
+
+    def _model(self, name: str) -> ServedModel:
+        config = self._config
+        shape = None
+        if config.model != REFERENCE or name == REFERENCE:
+            with suppress(CheckpointError):  # of a kind that our own engine does not know
+                shape = read_config(model_folder(config.model))
+            longest = self._listed.get("max_model_len")
+            if shape is not None and isinstance(longest, int) and 1 < longest < shape.max_positions:
+                shape = replace(shape, max_positions=longest)
+        ids = self.api == "completions" and shape is not None
+        needs_ids = config.mode == "accuracy" or config.compliance is not None
+        return ServedModel(
+            name,
+            None,
+            config.endpoint.max_in_flight,
+            shape=shape,
+            prompts="token_ids" if ids else "text",
+            answers="token_ids" if needs_ids and self._gives_ids(name) else "text",
+            notes=self._notes(),
+        )
+
+    def _notes(self) -> tuple[Reason, ...]:
+        return (reason("ENDPOINT", urls=[one.url for one in self._addresses], api=self.api),)
+
+    def _models(self, at: int) -> dict[str, dict[str, Any]]:
+        """The models that a server lists, by name. Raises AnswerError."""
+        address = self._addresses[at]
+        data = ask(address, f"{address.path}/models", key=self._key, tls=self._tls[at], seconds=FAST_SECONDS)
+        try:
+            return {one["id"]: one for one in json.loads(data)["data"] if isinstance(one["id"], str)}
+        except (ValueError, TypeError, KeyError):
+            raise AnswerError(f"{address.url}/models: not a list of models") from None
+
+    def _gives_ids(self, name: str) -> bool:
+        try:
+            return bool(self._try(name, forces=False, ids=True).token_ids)
+        except AnswerError:
+            return False
+
+    def _probe(self, name: str) -> Asking:
+        """Whether the server knows how to force lengths; one short answer each way."""
+        ids = self.served().answers == "token_ids"
+        try:
+            self._try(name, forces=True, ids=ids)
+            return Asking(name, True, ids)
+        except AnswerError as error:
+            if error.status not in WRONG_FIELD:
+                raise UsageError(f"--endpoint {error}") from None
+        try:
+            self._try(name, forces=False, ids=ids)
+        except AnswerError as error:
+            raise UsageError(f"--endpoint {error}") from None
+        return Asking(name, False, ids)
+
+    def _try(self, name: str, *, forces: bool, ids: bool) -> Answer:
+        """One short answer. Raises AnswerError."""
+        prompt = "Hello"
+        request: Request = Request(prompt, max_tokens=PROBE_TOKENS, ignore_end_token=True)
+        if self.api == "chat":
+            request = ChatRequest(prompt, max_tokens=PROBE_TOKENS, ignore_end_token=True, messages=(("user", prompt),))
+        address = self._addresses[0]
+        body = body_of(request, self.api, name, stream=False, forces=forces, ids=ids)
+        seconds = self._config.endpoint.timeout_seconds
+        path = f"{address.path}{PATHS[self.api]}"
+        data = ask(address, path, key=self._key, tls=self._tls[0], seconds=seconds, body=body)
+        answer = Answer(self.api, keep_text=False)
+        try:
+            answer.take_body(data)
+        except BrokenAnswerError as error:
+            raise AnswerError(f"{address.url}: {error}") from None
+        return answer
+
+    def _target_facts(self, stream: bool, asking: Asking) -> dict[str, Any]:
+        return {
+            "kind": "endpoint",
+            "urls": [one.url for one in self._addresses],
+            "api": self.api,
+            "stream": stream,
+            "served_model": asking.model,
+            "forces_lengths": asking.forces,
+            "token_ids": asking.ids,
+            "max_in_flight": self._config.endpoint.max_in_flight,
+            "timeout_seconds": self._config.endpoint.timeout_seconds,
+            **({"server_log": self._log} if self._log else {}),
+        }
+
+    def _servers(self) -> list[dict[str, Any]]:
+        """Version and limits of each server, where it reports them."""
+        servers = []
+        for at, address in enumerate(self._addresses):
+            try:
+                path, began = f"{address.root}/version", time.monotonic()
+                stated = json.loads(ask(address, path, key=self._key, tls=self._tls[at], seconds=FAST_SECONDS))
+                version, seconds = str(stated["version"]), time.monotonic() - began
+            except (AnswerError, ValueError, TypeError, KeyError):
+                version, seconds = None, None
+            longest = self._listed.get("max_model_len")
+            servers.append(
+                {"url": address.url, "version": version, "max_model_len": longest, "round_trip_seconds": seconds}
+            )
+        return servers
+
+
+def _check_packages() -> None:
+    try:
+        import httptools  # noqa: F401
+        import uvloop  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"--endpoint needs the package {error.name}; {how_to_install('serve')}") from error

@@ -1,0 +1,270 @@
+"""HTTP/1.1 on the client's side: one request at a time per connection, the time taken as soon as bytes arrive.
+
+A protocol of our own, because streams of asyncio cost more per frame than everything else together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any, Protocol, cast
+
+import httptools
+
+from megatoken.targets.endpoint.address import status_error
+from megatoken.targets.endpoint.answers import MOST_BODY_BYTES, Answer, BrokenAnswerError
+from megatoken.targets.endpoint.bodies import Api
+from megatoken.targets.endpoint.wire import Task
+
+MOST_ERROR_BYTES = 1 << 16
+MOST_HEAD_BYTES = 1 << 16
+RETRIED = (429, 503)
+
+
+class Exchange:
+    """A request under way, over one connection after the other if it is repeated."""
+
+    __slots__ = (
+        "answer",
+        "connection",
+        "deadline",
+        "endpoint",
+        "first_reported",
+        "resent",
+        "retries",
+        "sent_ns",
+        "task",
+    )
+
+    def __init__(self, task: Task, deadline: float) -> None:
+        self.task = task
+        self.endpoint = task.endpoint
+        self.deadline = deadline  # time.monotonic()
+        self.answer: Answer | None = None
+        self.connection: Connection | None = None
+        self.sent_ns = 0
+        self.retries = 0
+        self.resent = False
+        self.first_reported = False
+
+
+class Owner(Protocol):
+    """What gets the outcome of exchanges."""
+
+    api: Api
+    key: str | None
+    streams: bool
+
+    def began(self, exchange: Exchange) -> None:
+        """The first text of an answer has arrived."""
+
+    def answered(self, exchange: Exchange) -> None:
+        """The answer is whole."""
+
+    def failed(self, exchange: Exchange, cause: str, message: str) -> None:
+        """There will be no answer."""
+
+    def refused(self, exchange: Exchange, retry_after: str, message: str) -> None:
+        """The server asks to try again later."""
+
+    def free(self, connection: Connection) -> None:
+        """The connection can take another request."""
+
+    def gone(self, connection: Connection) -> None:
+        """The connection is closed."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection to one endpoint."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, owner: Owner, endpoint: int, *, secure: bool) -> None:
+        self.endpoint = endpoint
+        self._owner = owner
+        self._secure = secure
+        self._exchange: Exchange | None = None
+        self._answer: Answer | None = None  # while a stream is read
+        self._parser: Any = None
+        self._now_ns = 0
+        self._used = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._status = 0
+        self._headers: dict[str, str] = {}
+        self._head_bytes = 0
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._begun = False  # a byte of this answer has arrived
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is open."""
+        self.transport = cast(asyncio.Transport, transport)
+        self._descriptor = transport.get_extra_info("socket").fileno()
+
+    def send(self, exchange: Exchange, data: bytes) -> None:
+        """Sends a request; only on a connection that is free."""
+        self._exchange = exchange
+        exchange.connection = self
+        exchange.answer = Answer(self._owner.api, keep_text=exchange.task.keep_text)
+        self._parser = httptools.HttpResponseParser(self)
+        self._begin()
+        exchange.sent_ns = exchange.sent_ns or time.monotonic_ns()
+        written = 0
+        if not self._secure:  # straight to the kernel: the loop would send it only at the end of its turn
+            try:
+                written = os.write(self._descriptor, data)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._lose("the connection was closed")
+                return
+        if written < len(data):
+            self.transport.write(data[written:] if written else data)
+
+    def data_received(self, data: bytes) -> None:
+        """Part of an answer."""
+        self._now_ns = time.monotonic_ns()
+        self._begun = True
+        if self._exchange is None:
+            self.transport.abort()  # bytes that no request asked for
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__cause__ or error.__context__
+            self._fail(
+                "answer", str(cause) if isinstance(cause, BrokenAnswerError) else f"{type(cause).__name__}: {cause}"
+            )
+        except httptools.HttpParserUpgrade:
+            self._fail("answer", "the server changes to another protocol")
+        except httptools.HttpParserError as error:
+            self._fail("answer", f"not an answer of HTTP/1.1: {' '.join(str(error).split())[:100]}")
+        else:
+            exchange = self._exchange
+            if (
+                exchange is not None
+                and not exchange.first_reported
+                and self._answer is not None
+                and self._answer.frames
+            ):
+                exchange.first_reported = True
+                self._owner.began(exchange)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The server, the network or this process closed the connection."""
+        self._owner.gone(self)
+        exchange = self._exchange
+        if exchange is None:
+            return
+        until_close = self._status and not {"content-length", "transfer-encoding"} & self._headers.keys()
+        if until_close and error is None:
+            self._complete()
+        else:
+            what = "in the middle of the answer" if self._begun else "before an answer came"
+            self._lose(f"the connection was {'reset' if error is not None else 'closed'} {what}")
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MOST_HEAD_BYTES:
+            raise BrokenAnswerError(f"headers larger than {MOST_HEAD_BYTES >> 10} KiB")
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """Decides how to read the body."""
+        status = self._parser.get_status_code()
+        if status < 200:
+            return
+        self._status = status
+        if status != 200:
+            return
+        kind = self._headers.get("content-type", "").partition(";")[0].strip().lower()
+        wanted = "text/event-stream" if self._owner.streams else "application/json"
+        if kind != wanted:
+            raise BrokenAnswerError(f"content type {kind[:60] or 'missing'}, expected {wanted}")
+        assert self._exchange is not None
+        if self._owner.streams:
+            self._answer = self._exchange.answer
+
+    def on_body(self, body: bytes) -> None:
+        """Part of the body."""
+        if self._answer is not None:
+            self._answer.feed(body, self._now_ns)
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > (MOST_BODY_BYTES if self._status == 200 else MOST_ERROR_BYTES):
+            if self._status == 200:
+                raise BrokenAnswerError(f"the answer is larger than {MOST_BODY_BYTES >> 20} MiB")
+            return
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        if self._status:
+            self._complete()
+
+    def abandon(self) -> None:
+        """Ends the request without an outcome."""
+        self._exchange = self._answer = None
+        self.transport.abort()
+
+    def finish(self) -> None:
+        """The stream said that it is done, and its end does not come."""
+        self._complete(reusable=False)
+
+    def _complete(self, *, reusable: bool = True) -> None:
+        exchange, answer = self._exchange, self._answer
+        assert exchange is not None
+        if self._status != 200:
+            message = status_error(self._status, self._headers, b"".join(self._body), self._owner.key)
+            self._release(reusable)
+            if self._status in RETRIED:
+                self._owner.refused(exchange, self._headers.get("retry-after", ""), message)
+            else:
+                self._owner.failed(exchange, "answer", message)
+            return
+        try:
+            assert exchange.answer is not None
+            if answer is not None:
+                answer.end()
+            else:
+                exchange.answer.take_body(b"".join(self._body))
+        except BrokenAnswerError as error:
+            self._fail("answer", str(error))
+            return
+        if answer is None:
+            exchange.answer.times.append(self._now_ns)
+        elif answer.frames and not exchange.first_reported:
+            exchange.first_reported = True
+        self._release(reusable)
+        self._owner.answered(exchange)
+
+    def _release(self, reusable: bool) -> None:
+        """Makes the connection free, or closes it."""
+        self._exchange = self._answer = None
+        self._used = True
+        if reusable and self._parser.should_keep_alive() and not self.transport.is_closing():
+            self._owner.free(self)
+        else:
+            self.transport.abort()
+
+    def _fail(self, cause: str, message: str) -> None:
+        exchange, self._exchange, self._answer = self._exchange, None, None
+        self.transport.abort()
+        if exchange is not None:
+            self._owner.failed(exchange, cause, message)
+
+    def _lose(self, message: str) -> None:
+        """The connection ended under a request; one that was idle before may have ended before it was sent."""
+        stale = self._used and not self._begun
+        exchange = self._exchange
+        if exchange is not None and stale and not exchange.resent:
+            exchange.resent = True
+            self._fail("stale", message)
+        else:
+            self._fail("lost", message)

@@ -1,0 +1,93 @@
+"""A server of others that a run starts, waits for and stops; its output is kept."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatoken.errors import UsageError
+from megatoken.files import storage_error
+from megatoken.targets.endpoint.address import AnswerError
+
+LOOK_SECONDS = 0.2
+STOP_SECONDS = 20.0
+SHOWN_LINES = 3
+
+
+@contextmanager
+def started_server(command: str, log: Path, ready: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Starts ``command`` in a session of its own, waits until ``ready`` raises no AnswerError, stops it at the end.
+
+    Args:
+        command: as a shell would split it.
+        log: file for its output.
+        ready: asks the server something.
+        seconds: how long it may take.
+
+    Raises:
+        UsageError: it cannot be started, ends, or does not become ready in time; with the last lines of its output.
+        StorageError: the log cannot be written.
+    """
+    try:
+        words = shlex.split(command)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = log.open("wb")
+    except ValueError as error:
+        raise UsageError(f"--start-server: {error}") from None
+    except OSError as error:
+        raise storage_error(log, error) from error
+    with file:
+        try:
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except (OSError, IndexError) as error:
+            why = error.strerror if isinstance(error, OSError) else "no command"
+            raise UsageError(f"--start-server: cannot be started ({why})") from None
+        try:
+            _wait(process, log, ready, time.monotonic() + seconds, seconds)
+            yield
+        finally:
+            _stop(process)
+
+
+def _wait(
+    process: subprocess.Popen[bytes], log: Path, ready: Callable[[], object], deadline: float, seconds: float
+) -> None:
+    while True:
+        code = process.poll()
+        if code is not None:
+            raise UsageError(f"--start-server: it ended with code {code}: {_last_lines(log)}; all of it is in {log}")
+        try:
+            ready()
+            return
+        except AnswerError:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"--start-server: not ready after {seconds:g} s: {_last_lines(log)}; all of its output is in {log}"
+                ) from None
+        time.sleep(LOOK_SECONDS)
+
+
+def _last_lines(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()[-SHOWN_LINES:]
+    return " / ".join(line.strip()[:200] for line in lines) or "no output"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends the server and what it has started, which are one process group."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS / 2)
+            break
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,387 @@
+"""A client process: sends requests over HTTP, reads the answers and reports them in batches. No PyTorch."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from megatoken.hardware.core_wait import CoreWait
+from megatoken.targets.endpoint import wire
+from megatoken.targets.endpoint.address import trust
+from megatoken.targets.endpoint.answers import Flag
+from megatoken.targets.endpoint.bodies import PATHS
+from megatoken.targets.endpoint.connection import Connection, Exchange
+from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, Unpacker, pack
+
+LOOK_SECONDS = 0.05
+REPORT_SECONDS = 1.0
+AFTER_DONE_SECONDS = 1.0  # how long the end of a stream may take after [DONE]
+RETRY_SECONDS = 1.0  # where the server does not say when to try again
+LONGEST_RETRY_SECONDS = 60.0
+CUT_SHARE = 0.95  # of max_tokens; an answer that ends by length with fewer was cut
+RECEIVE_BYTES = 1 << 20
+# Metrics of vLLM's names, and what they are called here.
+METRICS = {
+    b"vllm:num_requests_running": "running",
+    b"vllm:num_requests_waiting": "waiting",
+    b"vllm:num_preemptions_total": "preemptions",
+    b"vllm:kv_cache_usage_perc": "cache_share",
+    b"vllm:prefix_cache_queries_total": "prefix_cache_queries",
+    b"vllm:prefix_cache_hits_total": "prefix_cache_hits",
+    b"vllm:generation_tokens_total": "output_tokens",
+    b"vllm:prompt_tokens_total": "input_tokens",
+}
+_METRIC = re.compile(rb"^(vllm:[a-z_]+)(?:\{[^}\n]*\})? ([0-9.eE+-]+)", re.MULTILINE)
+
+
+class Client:
+    """Requests of one process to all endpoints."""
+
+    def __init__(self, settings: ClientSettings, parent: socket.socket) -> None:
+        self.api = settings.api
+        self.key = settings.key
+        self.streams = settings.stream
+        self._settings = settings
+        self._parent = parent
+        self._unpacker = Unpacker()
+        self._out: list[tuple[Any, ...]] = []
+        self._unsent: deque[bytes] = deque()
+        self._open: dict[int, Exchange] = {}  # by ticket, oldest first
+        self._idle: list[list[Connection]] = [[] for _ in settings.addresses]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tls = [trust(one.secure, settings.ca_file) for one in settings.addresses]  # type: ignore[arg-type]
+        self._heads = [self._head(at) for at in range(len(settings.addresses))]
+        self._worst_lag = 0.0
+        self._core_wait = CoreWait()
+
+    async def run(self) -> None:
+        """Works until the parent closes the socket."""
+        self._loop = asyncio.get_running_loop()
+        self._parent.setblocking(False)
+        self._loop.add_reader(self._parent.fileno(), self._receive)
+        self._tasks.add(self._loop.create_task(self._watch()))
+        if self._settings.watch_metrics:
+            self._tasks |= {self._loop.create_task(self._scrape(at)) for at in range(len(self._idle))}
+        await asyncio.Event().wait()
+
+    # what connections report
+
+    def began(self, exchange: Exchange) -> None:
+        """Reports the first text."""
+        answer = exchange.answer
+        assert answer is not None
+        self._report((wire.FIRST, exchange.task.ticket, exchange.sent_ns, answer.times[0]))
+
+    def answered(self, exchange: Exchange) -> None:
+        """Reports a whole answer."""
+        if self._open.pop(exchange.task.ticket, None) is not None:
+            self._report(tuple(_ended(exchange)))
+
+    def failed(self, exchange: Exchange, cause: str, message: str) -> None:
+        """Reports a failure; a request that a stale connection swallowed is sent once more."""
+        ticket = exchange.task.ticket
+        if ticket not in self._open:
+            return
+        if cause == "stale":
+            self._start(exchange)
+            return
+        if cause == "lost" and len(self._idle) > 1:
+            self._spawn(self._ask_whether_gone(exchange, message))
+            return
+        del self._open[ticket]
+        self._report(tuple(Failed(wire.FAILURE, ticket, cause, message, exchange.retries)))
+
+    def refused(self, exchange: Exchange, retry_after: str, message: str) -> None:
+        """Sends a request again when the server wants it, if its time allows."""
+        seconds = float(retry_after) if retry_after.isdecimal() and len(retry_after) < 9 else RETRY_SECONDS
+        seconds = min(seconds, LONGEST_RETRY_SECONDS)
+        if time.monotonic() + seconds >= exchange.deadline:
+            self.failed(exchange, "answer", f"{message}; tried {exchange.retries + 1} times")
+            return
+        exchange.retries += 1
+        exchange.connection = None
+        self._loop.call_later(seconds, self._again, exchange)
+
+    def free(self, connection: Connection) -> None:
+        """Keeps a connection for the next request."""
+        self._idle[connection.endpoint].append(connection)
+
+    def gone(self, connection: Connection) -> None:
+        """Forgets a closed connection."""
+        idle = self._idle[connection.endpoint]
+        if connection in idle:
+            idle.remove(connection)
+
+    # requests
+
+    def _again(self, exchange: Exchange) -> None:
+        if exchange.task.ticket in self._open:
+            self._start(exchange)
+
+    def _start(self, exchange: Exchange) -> None:
+        idle = self._idle[exchange.endpoint]
+        while idle:
+            connection = idle.pop()
+            if not connection.transport.is_closing():
+                self._send(exchange, connection)
+                return
+        self._spawn(self._connect(exchange))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask_whether_gone(self, exchange: Exchange, message: str) -> None:
+        """Reports a lost connection: whether its server takes others decides whether the endpoint is lost."""
+        at = exchange.endpoint
+        address = self._settings.addresses[at]
+        make = partial(Connection, self, at, secure=address.secure)
+        cause = "interrupted"
+        try:
+            async with asyncio.timeout(self._settings.connect_seconds):
+                _, connection = await self._loop.create_connection(make, address.host, address.port, ssl=self._tls[at])
+            self.free(connection)
+        except (OSError, TimeoutError):
+            cause = "gone"
+        self.failed(exchange, cause, message)
+
+    def _send(self, exchange: Exchange, connection: Connection) -> None:
+        body = exchange.task.body
+        connection.send(exchange, b"%b%d\r\n\r\n%b" % (self._heads[exchange.endpoint], len(body), body))
+
+    async def _connect(self, exchange: Exchange) -> None:
+        at = exchange.endpoint
+        address, tls = self._settings.addresses[at], self._tls[at]
+        make = partial(Connection, self, at, secure=address.secure)
+        try:
+            async with asyncio.timeout(min(self._settings.connect_seconds, exchange.deadline - time.monotonic())):
+                _, connection = await self._loop.create_connection(make, address.host, address.port, ssl=tls)
+        except TimeoutError:
+            self.failed(exchange, "connect", f"{address.name}: no connection in {self._settings.connect_seconds:g} s")
+            return
+        except OSError as error:
+            why = " ".join((error.strerror or str(error) or type(error).__name__).split())
+            self.failed(exchange, "connect", f"{address.name}: no connection ({why})")
+            return
+        if exchange.task.ticket in self._open:
+            self._send(exchange, connection)
+        else:
+            self.free(connection)
+
+    def _cancel(self, ticket: int) -> None:
+        exchange = self._open.pop(ticket, None)
+        if exchange is not None and exchange.connection is not None:
+            exchange.connection.abandon()
+
+    def _head(self, at: int) -> bytes:
+        address = self._settings.addresses[at]
+        lines = [
+            f"POST {address.path}{PATHS[self.api]} HTTP/1.1",
+            f"Host: {address.name}",
+            "User-Agent: megatoken",
+            f"Accept: {'text/event-stream' if self.streams else 'application/json'}",
+            "Content-Type: application/json",
+            *([f"Authorization: Bearer {self.key}"] if self.key else []),
+            "Content-Length: ",
+        ]
+        return "\r\n".join(lines).encode()
+
+    # the parent
+
+    def _receive(self) -> None:
+        try:
+            data = self._parent.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            os._exit(0)
+        deadline = time.monotonic() + self._settings.timeout_seconds
+        for kind, value in self._unpacker.feed(data):
+            if kind == wire.CANCEL:
+                for ticket in value:
+                    self._cancel(ticket)
+                continue
+            for fields in value:
+                exchange = Exchange(Task(*fields), deadline)
+                self._open[exchange.task.ticket] = exchange
+                self._start(exchange)
+
+    def _report(self, event: tuple[Any, ...]) -> None:
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out.append(event)
+
+    def _flush(self) -> None:
+        if self._out:
+            self._tell(wire.EVENTS, self._out)
+            self._out = []
+
+    def _tell(self, kind: str, value: Any) -> None:
+        self._unsent.append(pack(kind, value))
+        if len(self._unsent) == 1:
+            self._write()
+
+    def _write(self) -> None:
+        """Sends what the socket takes; the rest when it takes more."""
+        while self._unsent:
+            data = self._unsent[0]
+            try:
+                sent = self._parent.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                os._exit(0)
+            if sent < len(data):
+                self._unsent[0] = data[sent:]
+                self._loop.add_writer(self._parent.fileno(), self._write)
+                return
+            self._unsent.popleft()
+        self._loop.remove_writer(self._parent.fileno())
+
+    # watching
+
+    async def _watch(self) -> None:
+        """Ends requests that take too long, and reports about once a second how busy this process is."""
+        reported, cpu = time.monotonic(), time.process_time()
+        due = reported + LOOK_SECONDS
+        while True:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            now = time.monotonic()
+            self._worst_lag = max(self._worst_lag, now - due)
+            due = now + LOOK_SECONDS
+            self._end_late(now)
+            if now - reported >= REPORT_SECONDS:
+                self._finish_done(now)
+                used = time.process_time()
+                load = ((used - cpu) / (now - reported), self._worst_lag, self._core_wait.share())
+                self._tell(wire.LOAD, load)
+                for ticket, exchange in self._open.items():
+                    if exchange.answer is not None and exchange.answer.frames:
+                        self._report((wire.PROGRESS, ticket, len(exchange.answer.times)))
+                self._worst_lag, reported, cpu = 0.0, now, used
+
+    def _end_late(self, now: float) -> None:
+        """Requests that are out of time; the oldest come first, and all have the same time."""
+        late = []
+        for exchange in self._open.values():
+            if exchange.deadline > now:
+                break
+            late.append(exchange)
+        for exchange in late:
+            if exchange.connection is not None:
+                exchange.connection.abandon()
+            self.failed(exchange, "timeout", f"no whole answer in {self._settings.timeout_seconds:g} s")
+
+    def _finish_done(self, now: float) -> None:
+        for exchange in list(self._open.values()):
+            answer = exchange.answer
+            if answer is None or not answer.done or exchange.connection is None:
+                continue
+            if not answer.times or now - answer.times[-1] / 1e9 > AFTER_DONE_SECONDS:
+                exchange.connection.finish()
+
+    async def _scrape(self, at: int) -> None:
+        """Reads an endpoint's metrics about once a second, until it has none."""
+        address, key = self._settings.addresses[at], self.key
+        head = f"GET {address.root}/metrics HTTP/1.1\r\nHost: {address.name}\r\nConnection: close\r\n"
+        request = (head + (f"Authorization: Bearer {key}\r\n" if key else "") + "\r\n").encode()
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.connect_seconds):
+                    reader, writer = await asyncio.open_connection(
+                        address.host, address.port, ssl=self._tls[at], limit=RECEIVE_BYTES
+                    )
+                    writer.write(request)
+                    text = await reader.read(-1)
+                    writer.close()
+            except (OSError, TimeoutError, asyncio.LimitOverrunError):
+                text = b""
+            values: dict[str, float] = {}
+            for name, value in _METRIC.findall(text):
+                if name in METRICS:
+                    values[METRICS[name]] = values.get(METRICS[name], 0.0) + float(value)
+            if values:
+                self._tell(wire.METRICS, (at, values))
+            await asyncio.sleep(REPORT_SECONDS)
+
+
+def _ended(exchange: Exchange) -> Ended:
+    answer, task = exchange.answer, exchange.task
+    assert answer is not None
+    flags = answer.flags
+    if answer.token_ids:
+        tokens, counted_by = len(answer.token_ids), "ids"
+    elif answer.output_tokens >= 0:
+        tokens, counted_by = answer.output_tokens, "usage"
+    else:
+        tokens, counted_by = answer.frames, "frames"
+    if answer.output_tokens < 0:
+        flags |= Flag.NO_USAGE
+    if tokens > task.max_tokens:
+        flags |= Flag.OVER_LIMIT
+    if answer.finish_reason == "length" and tokens < CUT_SHARE * task.max_tokens:
+        flags |= Flag.CUT
+    if task.forced and tokens < task.max_tokens and answer.finish_reason != "length":
+        flags |= Flag.NOT_FORCED
+    if 0 <= answer.output_tokens < answer.frames:
+        flags |= Flag.FEWER_THAN_FRAMES
+    times = answer.times
+    return Ended(
+        wire.END,
+        task.ticket,
+        exchange.sent_ns,
+        times[0] if answer.frames else 0,
+        times[-1] if times else time.monotonic_ns(),
+        answer.finish_reason,
+        tokens,
+        counted_by,
+        answer.input_tokens,
+        answer.cached_tokens,
+        answer.frames,
+        times.tobytes() if answer.frames else b"",
+        tuple(answer.token_ids),
+        answer.text,
+        int(flags),
+        hash(task.body),
+        answer.text_hash,
+        answer.first_piece_hash,
+        exchange.retries,
+    )
+
+
+def main() -> None:
+    """Entry of the process: the number of the parent's socket, which brings the settings."""
+    import pickle
+
+    import uvloop
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    parent = socket.socket(fileno=int(sys.argv[1]))
+    with parent.makefile("rb", buffering=0) as file:
+        length = int.from_bytes(file.read(4) or b"", "little")
+        content = b""
+        while len(content) < length:
+            content += file.read(length - len(content)) or os._exit(1)
+    settings = pickle.loads(content)
+    assert isinstance(settings, ClientSettings)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # a collection would delay the times of what arrives meanwhile
+    uvloop.run(Client(settings, parent).run())
+
+
+if __name__ == "__main__":
+    main()

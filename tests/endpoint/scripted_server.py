@@ -1,0 +1,196 @@
+"""A server whose behaviour each prompt asks for by its first word; it records when it sent what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+ITL_SECONDS = 0.02
+
+
+def frame(text: str, reason: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    document = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice], **more}
+    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n".encode()
+
+
+def usage(tokens: int) -> bytes:
+    document = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": tokens, "total_tokens": tokens + 3}}
+    return f"data: {json.dumps(document)}\n\n".encode()
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Server:
+    """One server on a thread of its own."""
+
+    port: int = 0
+    asked: Counter[str] = field(default_factory=Counter)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[bytes] = field(default_factory=list)
+    sent_ns: dict[str, list[int]] = field(default_factory=dict)  # times of frames with text, by prompt
+    stop: Callable[[], None] = lambda: None
+    writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.add(writer)
+        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
+                path = head.split(b" ")[1].decode()
+                length = next(
+                    (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0
+                )
+                body = json.loads(await reader.readexactly(length)) if length else {}
+                if path == "/v1/models":
+                    reply(writer, {"data": [{"id": "m", "object": "model"}]})
+                elif path == "/version":
+                    reply(writer, {"version": "7.0"})
+                elif path == "/metrics":
+                    text = b'vllm:num_requests_running{model_name="m"} 3.0\nvllm:num_requests_waiting 2\n'
+                    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+                    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(text) + text)
+                    writer.close()
+                    return
+                elif not body.get("stream"):
+                    if "ignore_eos" in body and self.asked["knows nothing"]:
+                        reply(writer, {"error": {"message": "ignore_eos: extra fields are not permitted"}}, 400)
+                    else:
+                        choices = [{"index": 0, "text": "a b c d", "finish_reason": "length"}]
+                        reply(writer, {"choices": choices, "usage": {"prompt_tokens": 1, "completion_tokens": 4}})
+                else:
+                    self.bodies.append(body)
+                    await self.answer(str(body["prompt"]), body, writer)
+
+    async def answer(self, prompt: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        word = prompt.split()[0]
+        self.asked[prompt] += 1
+        if word == "hang":
+            await asyncio.sleep(60)
+        elif word == "error":
+            reply(writer, {"error": {"message": "the engine has failed"}}, 500)
+        elif word == "busy" and self.asked[prompt] == 1:
+            reply(writer, {"error": {"message": "too many"}}, 429, "Retry-After: 1\r\n")
+        elif word == "redirect":
+            reply(writer, {}, 307, "Location: http://elsewhere.example/v1\r\n")
+        elif word == "type":
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 2\r\n\r\nhi")
+        elif word in ("reset", "close"):
+            writer.write(STREAM + chunk(frame("one ")))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            if word == "reset":
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.close()
+        elif word == "malformed":
+            writer.write(STREAM + chunk(frame("one ")) + chunk(b"data: {oops\n\n") + chunk(b""))
+        elif word == "half":
+            bad = frame("x").replace(b'"x"', b'"\xe2\x82"')
+            writer.write(STREAM + chunk(frame("one ")) + chunk(bad) + chunk(b""))
+        elif word == "huge":
+            writer.write(STREAM)
+            for _ in range(100):
+                writer.write(chunk(b"data: " + b"x" * (1 << 20)))
+                await writer.drain()
+        elif word == "unfinished":
+            writer.write(STREAM + chunk(frame("one ")) + chunk(b""))
+        else:
+            await self.stream(word, prompt, body["max_tokens"], writer)
+
+    async def stream(self, word: str, prompt: str, tokens: int, writer: asyncio.StreamWriter) -> None:
+        sent = self.sent_ns.setdefault(prompt, [])
+        writer.write(STREAM)
+
+        def put(text: str, reason: str | None = None) -> None:
+            sent.append(time.monotonic_ns())
+            writer.write(chunk(frame(text, reason)))
+
+        if word == "empty":
+            writer.write(chunk(frame("")))
+        if word == "split":  # a character of three bytes in two pieces of the stream
+            data = chunk(frame("€ "))
+            at = data.index("€".encode()) + 1
+            writer.write(data[:at])
+            await asyncio.sleep(0.02)
+            sent.append(time.monotonic_ns())
+            writer.write(data[at:])
+        if word == "dummy":
+            put("\u200b")
+            await asyncio.sleep(0.2)
+        count = {"cut": tokens // 2, "short": tokens // 2}.get(word, tokens) - (word in ("split", "dummy"))
+        quick = word in ("dummy", "quick") or (word == "memory" and self.asked[prompt] > 1)
+        pace = 0.001 if quick else ITL_SECONDS
+        per_frame = 4 if word == "several" else 1
+        for at in range(0, count, per_frame):
+            if at:
+                await asyncio.sleep(pace)
+            last = at + per_frame >= count
+            put(" " * 4 if word == "padded" and at > 1 else f"w{at} ", None if not last else "length")
+            if word == "early" and at == 1:
+                writer.write(chunk(DONE))
+        writer.write(chunk(usage(2 * count if word == "inflated" else count + (word in ("split", "dummy")))))
+        if word != "nodone":
+            writer.write(chunk(DONE))
+        if word != "lingers":
+            writer.write(chunk(b""))
+
+
+def reply(writer: asyncio.StreamWriter, document: Any, status: int = 200, headers: str = "") -> None:
+    data = json.dumps(document).encode()
+    head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+
+
+@contextmanager
+def scripted_server() -> Iterator[Server]:
+    server, ready = Server(), threading.Event()
+
+    def run() -> None:
+        async def main() -> None:
+            stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+            listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+            server.port = listening.sockets[0].getsockname()[1]
+            server.stop = lambda: loop.call_soon_threadsafe(stopped.set)
+            ready.set()
+            await stopped.wait()
+            listening.close()
+            for writer in server.writers:
+                writer.transport.abort()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(main())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait(10)
+    try:
+        yield server
+    finally:
+        with suppress(RuntimeError):
+            server.stop()
+        thread.join(10)

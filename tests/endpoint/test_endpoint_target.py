@@ -1,0 +1,224 @@
+"""Servers over HTTP as a target: times, faults, lost endpoints, findings. Client processes and sockets are real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_server import Server, scripted_server
+
+from megatoken.config import RunConfig
+from megatoken.datasets.requests import ChatRequest
+from megatoken.engine.request import Request
+from megatoken.errors import RequestError, UsageError
+from megatoken.harness.progress import Progress
+from megatoken.targets import SampleEvent
+from megatoken.targets.endpoint.backend import EndpointBackend
+from megatoken.targets.endpoint.target import EndpointTarget
+
+TIMEOUT_SECONDS = 4.0
+LONGEST_SECONDS = 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with scripted_server() as one:
+        yield one
+
+
+@contextmanager
+def connected(*urls: str, **settings: Any) -> Iterator[EndpointTarget]:
+    endpoint = {"urls": ",".join(urls), "timeout_seconds": TIMEOUT_SECONDS, "processes": 1} | settings
+    config = RunConfig(scenario="server", endpoint=endpoint)
+    with EndpointBackend(config, Progress(quiet=True)).open() as backend, backend.load() as target:
+        yield target
+
+
+def ends(target: EndpointTarget) -> dict[int, list[SampleEvent]]:
+    """All events by sample, until nothing is in flight."""
+    events: dict[int, list[SampleEvent]] = {}
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while target.state().in_flight or not events:
+        assert time.monotonic() < deadline, "a sample hangs"
+        for event in target.poll(0.1):
+            events.setdefault(event.sample_id, []).append(event)
+    return events
+
+
+def prompts(*texts: str, tokens: int = 8) -> list[Request]:
+    return [Request(text, max_tokens=tokens) for text in texts]
+
+
+def answered(target: EndpointTarget, requests: list[Request]) -> dict[int, SampleEvent]:
+    """The last event of each sample; each has exactly one end."""
+    for at, request in enumerate(requests):
+        target.submit(at, request)
+    last = {}
+    for sample, events in ends(target).items():
+        ended = [event for event in events if event.finish_reason is not None or event.error is not None]
+        assert len(ended) == 1 and events[-1] is ended[0]
+        last[sample] = ended[0]
+    assert sorted(last) == list(range(len(requests)))
+    return last
+
+
+def test_times_are_those_at_which_the_server_sent(server: Server) -> None:
+    with connected(server.url) as target:
+        last = answered(target, prompts("ok", "ok again", "split", tokens=12))
+    for sample, prompt in enumerate(("ok", "ok again", "split")):
+        times = last[sample].token_times_ns
+        assert times is not None and len(times) == 12 == last[sample].output_tokens
+        late = (times - np.array(server.sent_ns[prompt])) / 1e9
+        assert late.min() > 0 and np.median(late) < 0.01
+        assert last[sample].sent_ns < last[sample].first_ns == times[0]
+    assert last[0].input_tokens == 3 and last[0].finish_reason == "length"
+
+
+FAULTS = {
+    "hang": "no whole answer in 4 s",
+    "error": "HTTP 500: the engine has failed",
+    "redirect": "a redirect to http://elsewhere.example/v1, which is not followed",
+    "type": "content type text/html, expected text/event-stream",
+    "reset": "in the middle of the answer",
+    "close": "in the middle of the answer",
+    "malformed": "not JSON: {oops",
+    "half": "not UTF-8",
+    "huge": "a frame is larger than 8 MiB",
+    "unfinished": "no finish reason came",
+}
+
+
+def test_every_fault_fails_its_own_sample_and_no_other(server: Server) -> None:
+    requests = prompts(*FAULTS, "ok", "busy", "lingers", "nodone")
+    began = time.monotonic()
+    with connected(server.url) as target:
+        last = answered(target, requests)
+        outcome = target.outcome(0)
+    assert time.monotonic() - began < TIMEOUT_SECONDS + 20
+    for at, (word, message) in enumerate(FAULTS.items()):
+        assert message in str(last[at].error), (word, last[at].error)
+    assert [last[at].error for at in range(len(FAULTS), len(requests))] == [None] * 4
+    assert server.asked["busy"] == 2 and outcome["endpoints"]["requests_repeated"] == 1
+    assert all(server.asked[word] == 1 for word in FAULTS)
+
+
+def test_samples_of_an_endpoint_that_dies_go_to_the_others_once(server: Server) -> None:
+    with scripted_server() as other, connected(server.url, other.url) as target:
+        for at, request in enumerate(prompts(*(f"ok {number}" for number in range(40)), tokens=40)):
+            target.submit(at, request)
+        began = time.monotonic()
+        events: list[SampleEvent] = []
+        while time.monotonic() - began < 0.3 or not events:
+            events += target.poll(0.05)
+        other.stop()
+        rest = ends(target)
+        outcome = target.outcome(0)
+    ended = [event for group in rest.values() for event in group if event.finish_reason or event.error]
+    ended += [event for event in events if event.finish_reason or event.error]
+    assert sorted(event.sample_id for event in ended) == list(range(40))
+    assert [event.error for event in ended] == [None] * 40
+    [lost] = outcome["endpoints"]["lost"]
+    assert lost["endpoint"] == f"127.0.0.1:{other.port}" and lost["samples_moved"] == 20
+    assert sum(server.asked.values()) == 40
+
+
+FOUND = {
+    "ok": None,
+    "empty": "EMPTY_FIRST_FRAME",
+    "several": "SEVERAL_TOKENS_A_FRAME",
+    "nodone": "NO_DONE",
+    "early": "EARLY_DONE",
+    "inflated": "OVER_MAX_TOKENS",
+    "cut": "CUT_ANSWERS",
+    "padded": "PADDED_ANSWERS",
+    "dummy": "DUMMY_FIRST_TOKEN",
+}
+
+
+def test_what_a_server_does_is_found(server: Server) -> None:
+    with connected(server.url) as target:
+        for word, code in FOUND.items():
+            since_ns = time.monotonic_ns()
+            answered(target, prompts(*(f"{word} {number}" for number in range(10)), tokens=12))
+            found = {one["code"]: dict(one) for one in target.findings(since_ns)}
+            if code is None:
+                assert found == {}
+            else:
+                assert code in found, (word, found)
+                assert found[code].get("answers", 10) == 10
+
+
+def test_answers_from_a_cache_are_found(server: Server) -> None:
+    with connected(server.url, max_in_flight=1) as target:
+        texts = [f"memory {number}" for number in range(10)]
+        answered(target, prompts(*texts, *texts, tokens=12))
+        found = {one["code"]: dict(one) for one in target.findings(0)}
+    assert found["CACHED_ANSWERS"]["answers"] == 10
+
+
+def test_lengths_are_forced_where_the_server_knows_how(server: Server) -> None:
+    request = Request("short", max_tokens=8, ignore_end_token=True)
+    with connected(server.url) as target:
+        answered(target, [request])
+    assert server.bodies[-1]["ignore_eos"] is True and server.bodies[-1]["min_tokens"] == 8
+    server.asked["knows nothing"] = 1
+    with connected(server.url) as target:
+        answered(target, [request])
+        assert target.facts()["target"]["forces_lengths"] is False
+    assert "ignore_eos" not in server.bodies[-1]
+
+
+def test_cancelled_samples_leave_no_event_and_connections_are_used_again(server: Server) -> None:
+    with connected(server.url) as target:
+        for at in range(4):
+            target.submit(at, Request(f"ok {at}", max_tokens=500))
+        while not target.poll(0.1):
+            pass
+        target.cancel_all()
+        assert target.state().in_flight == 0
+        last = answered(target, prompts("ok", "quick"))
+        assert {event.error for event in last.values()} == {None}
+    assert target.withdraw() == []
+
+
+def test_the_key_is_sent_and_appears_nowhere_else(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-secret-1\n")
+    with connected(server.url, api_key_file=str(file)) as target:
+        answered(target, prompts("quick"))
+        assert "sk-secret-1" not in str(target.facts())
+    assert sum(b"Authorization: Bearer sk-secret-1" in head for head in server.heads) > 2
+
+
+def test_metrics_and_version_of_the_server(server: Server) -> None:
+    with connected(server.url) as target:
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while target.replicas()[0].state.running != 3 and time.monotonic() < deadline:
+            target.poll(0.1)
+        [reading] = target.replicas()
+        assert (reading.state.running, reading.state.waiting) == (3, 2)
+        assert reading.known is not None and "pages" not in reading.known
+        assert target.facts()["servers"][0]["version"] == "7.0"
+
+
+def test_what_cannot_be_asked_for_is_refused(server: Server, tmp_path: Path) -> None:
+    with connected(server.url) as target, pytest.raises(RequestError, match="--api chat"):
+        target.submit(0, ChatRequest("x", messages=(("user", "x"),)))
+    for url, message in {
+        "ftp://host/v1": "not the address of an API",
+        "http://user:pass@host/v1": "give --api-key-file",
+        "http://127.0.0.1:1/v1": "no answer",
+        server.url.replace("/v1", "/nothing"): "--endpoint",
+    }.items():
+        config = RunConfig(endpoint={"urls": url, "served_model": "other"})
+        with pytest.raises(UsageError, match=message) as raised:
+            EndpointBackend(config, Progress(quiet=True)).served()
+        assert "pass" not in str(raised.value).replace("password", "")
+    config = RunConfig(endpoint={"urls": server.url, "served_model": "other"})
+    with pytest.raises(UsageError, match="it serves m, not other"):
+        EndpointBackend(config, Progress(quiet=True)).served()
