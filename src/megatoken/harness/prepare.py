@@ -172,7 +172,7 @@ def _check_backend(config: RunConfig, model: ServedModel) -> None:
         ("compliance", config.compliance is not None),
         ("text", config.text),
     ):
-        if wanted and model.answers == "text":
+        if wanted and (model.answers or model.prompts) == "text":
             raise UsageError(f"{key}: needs token ids, and {model.name} is served as text; leave it out")
     if config.prompts is None and model.prompts == "text":
         raise UsageError(f"{model.name} is served as text, so it needs prompts; give a file with --prompts")

@@ -352,9 +352,6 @@ class _Continued:
     def add_samples(self, rows: Sequence[SampleRow]) -> None:
         self._folder.add_samples([self._moved(row) for row in rows])
 
-    def add_token_times(self, sample_id: int, times_ns: NDArray[np.int64]) -> None:
-        self._folder.add_token_times(sample_id + self._first_id, times_ns + round(self._begins_seconds * 1e9))
-
     def add_series(self, row: SeriesRow) -> None:
         row = row._replace(node=self._node or row.node)
         before = self._reached.get((row.node, row.replica))

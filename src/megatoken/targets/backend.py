@@ -38,7 +38,7 @@ class ServedModel:
         shape: shape of the model; a backend that takes text need not know it.
         memory: memory plan of one replica.
         prompts: what the target takes in ``submit``: token ids, or text and chat messages.
-        answers: what the target returns: token ids, or text alone.
+        answers: what the target returns: token ids, or text alone; None: the same as ``prompts``.
         content_hash: of the checkpoint; random weights have none.
         random_weights: whether the weights are random.
         notes: what a reader of the results must know about the model.
@@ -50,7 +50,7 @@ class ServedModel:
     shape: ModelConfig | None = None
     memory: MemoryPlan | None = None
     prompts: Literal["token_ids", "text"] = "token_ids"
-    answers: Literal["token_ids", "text"] = "token_ids"
+    answers: Literal["token_ids", "text"] | None = None
     content_hash: str | None = None
     random_weights: bool = False
     notes: tuple[Reason, ...] = ()
