@@ -176,12 +176,14 @@ def scripted_server() -> Iterator[Server]:
             ready.set()
             await stopped.wait()
             listening.close()
+            await asyncio.sleep(0.05)  # connections that were just accepted reach ``serve``
             for writer in server.writers:
                 writer.transport.abort()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0.05)  # transports close in the next turn
 
         asyncio.run(main())
 
