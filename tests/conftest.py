@@ -24,7 +24,14 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 
 LONGEST = (
-    *("rack/", "test_cli_run.py", "accuracy/test_gate.py", "harness/test_scenarios.py", "submission/"),
+    *(
+        "serve/test_load_tools.py",
+        "rack/",
+        "test_cli_run.py",
+        "accuracy/test_gate.py",
+        "harness/test_scenarios.py",
+        "submission/",
+    ),
     *("accuracy/test_compliance_run.py", "audit/test_run_folder_fields.py", "reference_model/", "harness/test_soak.py"),
     *("harness/", "audit/", "test_docs.py", "test_cli_generate.py"),
 )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 from serving import Served, no_fault
 
+from megatoken.serve.context import grammar_of
+from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_chat import ChatBody
-from megatoken.serve.schema_common import UNSUPPORTED
+from megatoken.serve.schema_common import UNSUPPORTED, GenerationFields, SamplingDefaults, parse_body
 from megatoken.serve.schema_completions import CompletionBody, DetokenizeBody, TokenizeBody
 from megatoken.serve.schema_responses import ResponsesBody
 
@@ -84,6 +87,30 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
         at = draw(st.integers(0, len(data)))
         data = data[:at] + draw(st.binary(max_size=4)) + data[at + draw(st.integers(0, 3)) :]
     return path, data
+
+
+@settings(max_examples=10 * EXAMPLES, suppress_health_check=list(HealthCheck))
+@given(request=requests())
+def test_a_body_is_read_or_refused_in_one_line_that_a_user_understands(request: tuple[str, bytes]) -> None:
+    error = refusal(*request)
+    if error is None:
+        return
+    message = str(error)
+    assert error.status == 400 and len(message) < 1000
+    assert not re.search(r"\n|pydantic|Input should|value_error|found using|_kind|Traceback", message), message
+    assert error.param is not None or message.startswith("the body") or "JSON schema" in message, message
+
+
+def refusal(path: str, data: bytes) -> ApiError | None:
+    """Why a body is refused, as far as it can be said without a model."""
+    try:
+        body = parse_body(PATHS[path], data)
+        if isinstance(body, GenerationFields):
+            body.sampling(SamplingDefaults(), 0)
+            grammar_of(body)
+    except ApiError as error:
+        return error
+    return None
 
 
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
