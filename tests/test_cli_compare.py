@@ -63,17 +63,12 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         assert str(path) in refused("compare", path, "GB200")
     for references, why in (
         (("GB200",), "at least two results"),
-        (("GB200", "GB200"), "given twice"),
         (("GB200", "ZX81"), "ZX81: not a folder, a published id or an accelerator"),
         (
             ("GB200", "H100", "--benchmark", "llama2-70b"),
             "--benchmark llama2-70b: no published result has it",
         ),
         (("GB200", "H100", "--scenario", "Sever"), "did you mean Server?"),
-        (
-            ("GB200", "5.1-0008"),
-            "given twice: 5.1-0008:llama2-70b-99:Offline (an accelerator stands",
-        ),
         (("GB200", "5.1-9999"), "5.1-9999"),
         (("GB200", "absent.yaml#median"), "absent.yaml: cannot be read: No such file"),
         (("GB200", "H200", "--benchmrak", "x"), "--benchmrak: unknown flag; did you mean --benchmark?"),

@@ -141,7 +141,6 @@ def test_no_data_is_no_sign_of_being_worse():
         (lambda: published_result("5.1-9999", "llama2-70b-99", "Offline"), "says nothing about"),
         (lambda: published_result("5.1-0072", "llama2-70b-99", "Offline"), "it has llama3.1-405b:Offline"),
         (lambda: compare([entry("5.1-0008")]), "at least two results"),
-        (lambda: compare([entry("5.1-0008"), entry("5.1-0008")]), "given twice"),
     ],
 )
 def test_what_cannot_be_compared(call, words):
@@ -389,3 +388,27 @@ def test_the_interval_turns_around_with_its_ratio(of, to):
     if high < 1e12:
         assert low * back_high == pytest.approx(1)
         assert high * back_low == pytest.approx(1)
+
+
+def test_a_row_that_occurs_twice_is_compared_with_itself():
+    rows = compare([entry("5.1-0008"), accelerator_entry("GB200", "llama2-70b-99", "Offline"), entry("5.1-0008")])
+    assert [row["name"] for row in rows.rows] == [
+        f"5.1-0008:llama2-70b-99:Offline{end}" for end in ("", " (2)", " (3)")
+    ]
+    assert all(ratio.value == 1 and ratio.like_for_like for ratio in rows.ratios)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "field"),
+    [
+        ("offered_samples_per_second", (23.4, 29.3), "offered rate"),
+        ("cpu_wait_share", (0.08, 0.48), "CPU contention"),
+    ],
+)
+def test_other_loads_and_contention_are_not_like_for_like(name, values, field):
+    first, second = (replace(entry("5.1-0008"), **{name: value}) for value in values)
+    unlike = [one.field for ratio in ratios(first, second) for one in ratio.differences]
+    assert set(unlike) == {field}
+    assert all(ratio.like_for_like for ratio in ratios(first, first))
+    unknown = replace(second, offered_samples_per_second=None, cpu_wait_share=None)
+    assert all(ratio.like_for_like for ratio in ratios(first, unknown))  # as where a search found the rate

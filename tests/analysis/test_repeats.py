@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.analysis.repeats import interval, summarise_repeats
+from megatoken.analysis.repeats import are_repeats, interval, summarise_repeats
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Verdict
 from run_folders import run_folder
@@ -100,3 +100,13 @@ def test_runs_that_were_in_each_others_way_are_said_to_be(runs, tmp_path):
     disturbed = [*runs, run_folder(tmp_path / "x-repeats", "004", "host", "2026-11-20T09:03:02+00:00")]
     (note,) = [note for note in summarise_repeats(disturbed, 4)["notes"] if "at the same time" in note]
     assert note.startswith("x-repeats/003 and x-repeats/004 ran at the same time on host for 10 s")
+
+
+@pytest.mark.parametrize("key", ["samples", "min_duration_seconds"])
+def test_runs_of_other_lengths_are_not_repeats(runs, key):
+    """A run of 13 s and 215 samples and one of 132 s and 1,100 share a model and a machine, not a test."""
+    assert are_repeats(runs)
+    longer = replace(runs[1], config={**runs[1].config, key: 120})
+    assert not are_repeats([runs[0], longer])
+    source = {"source": {"revision": "abc", "modified": False}}
+    assert not are_repeats([runs[0], replace(runs[1], environment={**runs[1].environment, **source})])

@@ -95,7 +95,9 @@ def test_reasons_and_simulated_gpus_of_repeats_are_told(runs, tmp_path):
     assert "MEASURED simulated H200: rates and times come from a cost model; the worst of 3 runs" in text
 
 
-def test_runs_of_one_setting_are_repeats_without_being_told(runs, tmp_path):
+def test_only_runs_of_a_repetition_have_a_page_together(runs, tmp_path):
+    assert [page.name for page in write_reports(tmp_path)] == ["report.html"] * 3
+    write_text(tmp_path / "x-repeats" / REPEATS, to_json(summarise_repeats(runs, 3)))
     pages = list(write_reports(tmp_path))
     assert pages[-1] == tmp_path / "x-repeats" / "repeats.html"
     run_folder(tmp_path / "x-repeats", "004", "host", MINUTE.format(10), precision="fp8")
@@ -108,6 +110,7 @@ def test_runs_of_one_setting_are_repeats_without_being_told(runs, tmp_path):
 def test_one_page_on_repeats_and_another_run_is_refused(runs, tmp_path):
     """The page on the repeats would leave out the other run without a word."""
     page = tmp_path / "page.html"
+    write_text(tmp_path / "x-repeats" / REPEATS, to_json(summarise_repeats(runs, 3)))
     assert write_report(tmp_path, page) == page
     page.unlink()
     run_folder(tmp_path, "alone", "host", MINUTE.format(10))

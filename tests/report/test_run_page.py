@@ -94,13 +94,17 @@ def test_one_node_without_telemetry_has_seven_charts(make_run):
         "Lengths of the samples % of samples at or below",
         "Goodput by limit output tokens/s",
     ]
+    assert "Work within limits" not in words(root)  # neither the run nor the rules of MLPerf state a limit
+    root = page_of(make_run(tpot_limit_seconds=0.04))
     rows = table_rows(root, "Work within limits")  # 20.0 to 23.2 ms a token; Offline counts no first token
-    assert rows["MLPerf Interactive, llama2-70b"] == ["does not apply", "40 ms", "100", "4.034", "104.9"]
+    assert rows == {"Limits": [], "This run's limits": ["does not apply", "40 ms", "100", "4.034", "104.9"]}
 
 
 def test_in_server_the_first_token_counts_for_goodput(make_run):
-    rows = table_rows(page_of(make_run(scenario="server")), "Work within limits")
+    own = {"ttft_limit_seconds": 1.5, "tpot_limit_seconds": None}
+    rows = table_rows(page_of(make_run(scenario="server", rules="v5.1", **own)), "Work within limits")
     # first tokens come at 0.25, 1.25, 2.25 ... s, four samples each of 80
+    assert rows["This run's limits"][:3] == ["1.5 s", "none", "10"]
     assert rows["MLPerf Server, llama2-70b"][2] == "10"
     assert rows["MLPerf Interactive, llama2-70b"][2] == "5"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ MATCHED = ("division", "state", "verdict", "scenario", "mode", "model", "accurac
 MATCHED_WHERE_KNOWN = ("weights", "ttft_limit_seconds", "tpot_limit_seconds")
 LENGTHS = ("input_tokens_per_sample", "output_tokens_per_sample")
 LENGTHS_TOLERANCE = 0.05  # of the shorter
+OFFERED_TOLERANCE = 0.01  # of the lower; a shorter run rounds its offered rate
+CPU_WAIT_TOLERANCE = 0.1  # of the time, absolute
 UNUSABLE = ("INTERRUPTED", "INVALID", "DEGRADED")  # not comparable
 LONGER = 2.0
 UNSTATED = "not stated"
@@ -43,7 +46,9 @@ class Entry:
 
     ``state`` is verified (peer-reviewed), measured (own run), unverified, estimate, projection or claimed.
     ``accelerators`` is None where CPUs computed. ``repeats`` are the rates of equal runs whose mean is the rate.
-    ``occupations`` say when its runs had their machines, ``shared_with`` with what else those were busy meanwhile.
+    ``offered_samples_per_second`` is None where a search found the rate. ``cpu_wait_share`` is the share of the time
+    that a run waited for a core, 0 where too small to be noted. ``occupations`` say when its runs had their machines,
+    ``shared_with`` with what else those were busy meanwhile.
     """
 
     name: str
@@ -69,6 +74,8 @@ class Entry:
     duration_seconds: float | None = None
     ttft_limit_seconds: float | None = None
     tpot_limit_seconds: float | None = None
+    offered_samples_per_second: float | None = None
+    cpu_wait_share: float | None = None
     shared_with: str | None = None
     occupations: tuple[Occupation, ...] = ()
     paths: tuple[str, ...] = ()  # of run folders
@@ -190,17 +197,11 @@ def compare(entries: Sequence[Entry], *, title: str = "Comparison") -> Compariso
     """Compare entries to the first of them.
 
     Raises:
-        UsageError: fewer than two entries, or two of one name.
+        UsageError: fewer than two entries.
     """
     if len(entries) < 2:
         raise UsageError("compare needs at least two results: run folders, folders of logs, published ids or claims")
-    names = [entry.name for entry in entries]
-    if len(set(names)) < len(names):
-        twice = max(names, key=names.count)
-        raise UsageError(
-            f"the same result is given twice: {twice} (an accelerator stands for its fastest published row)"
-        )
-    entries = _contended(_named_shortly(entries))
+    entries = _contended(_numbered(_named_shortly(entries)))
     baseline, *others = entries
     return Comparison(
         title=title,
@@ -239,6 +240,13 @@ def differences(of: Entry, to: Entry, basis: str) -> list[Difference]:
     unlike += [name for name in MATCHED_WHERE_KNOWN if name in known and known[name][0] != known[name][1]]
     unlike += [name for name in LENGTHS if name in known and _lengths_differ(*known[name])]
     found = [Difference(name.replace("_", " "), *map(_shown, pairs[name])) for name in unlike]
+    offered, waits = (
+        [getattr(one, name) for one in (of, to)] for name in ("offered_samples_per_second", "cpu_wait_share")
+    )
+    if None not in offered and abs(offered[0] - offered[1]) > OFFERED_TOLERANCE * min(offered):
+        found.append(Difference("offered rate", *(f"{precise(one)} samples/s" for one in offered)))
+    if None not in waits and abs(waits[0] - waits[1]) > CPU_WAIT_TOLERANCE:
+        found.append(Difference("CPU contention", *(f"{precise(100 * one)} % of the time" for one in waits)))
     if of.shared_with or to.shared_with:
         machines = [f"shared with {one.shared_with}" if one.shared_with else "not shared" for one in (of, to)]
         found.append(Difference("machine", *machines))
@@ -311,6 +319,17 @@ def _named_shortly(entries: Sequence[Entry]) -> list[Entry]:
         replace(entry, name=short[entry.name]) if entry.paths and short[entry.name] not in taken else entry
         for entry in entries
     ]
+
+
+def _numbered(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries, a result that is given again with a number: an accelerator stands for its fastest published row."""
+    seen: Counter[str] = Counter()
+    found = []
+    for entry in entries:
+        seen[entry.name] += 1
+        count = seen[entry.name]
+        found.append(entry if count == 1 else replace(entry, name=f"{entry.name} ({count})"))
+    return found
 
 
 def _contended(entries: Sequence[Entry]) -> list[Entry]:

@@ -19,13 +19,14 @@ from megatoken.analysis.published import (
 )
 from megatoken.analysis.repeats import check_repeats, whole_runs, worst_verdict
 from megatoken.errors import UsageError
-from megatoken.text import nearest, precise
+from megatoken.text import is_number, nearest, precise
 
 if TYPE_CHECKING:
     from megatoken.analysis.aggregation import Aggregate
     from megatoken.runs.run import Run
 
 ACCURACY_TARGET = re.compile(r"-(99(?:\.9)?)$")
+CPU_WAITS = ("CORE_WAIT", "DRIVER_CORE_WAIT")
 LOCAL_KEYS = {"out"}  # of a configuration: places, not settings
 
 
@@ -140,12 +141,20 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         duration_seconds=statistics.fmean(run.result["duration_seconds"] for run in whole),
         ttft_limit_seconds=result.get("ttft_limit_seconds"),
         tpot_limit_seconds=result.get("tpot_limit_seconds"),
+        offered_samples_per_second=None if "rate_search" in result else result.get("offered_samples_per_second"),
+        cpu_wait_share=max(map(_cpu_wait, whole)),
         occupations=tuple(found for run in whole if (found := Occupation.of(run))),
         paths=tuple(str(run.path) for run in whole),
         repeats=tuple(rates) if len(rates) > 1 else (),
         software=run_software(first),
         note="; ".join(_run_notes(runs, whole)) or None,
     )
+
+
+def _cpu_wait(run: Run) -> float:
+    """The share of the time that the run waited for a core; 0 if its notes have none."""
+    notes = [note for note in run.result.get("notes") or () if note.get("code") in CPU_WAITS]
+    return max((float(note["share"]) for note in notes if is_number(note.get("share"))), default=0.0)
 
 
 def _run_notes(runs: Sequence[Run], whole: Sequence[Run]) -> Iterator[str]:

@@ -19,7 +19,9 @@ class Goodput:
     output_tokens_per_second: float
 
 
-def goodput(samples: Samples, *, ttft_seconds: float | None, tpot_seconds: float, duration_seconds: float) -> Goodput:
+def goodput(
+    samples: Samples, *, ttft_seconds: float | None, tpot_seconds: float | None, duration_seconds: float
+) -> Goodput:
     """Work of the samples of a run, failed ones included, within limits; ``duration_seconds`` is above zero.
 
     ``ttft_seconds`` is None in Offline, where all samples are due at once and it does not apply.

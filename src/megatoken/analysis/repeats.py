@@ -79,9 +79,12 @@ def are_repeats(runs: Sequence[Run]) -> bool:
 
 
 def _setting(run: Run) -> dict[str, Any]:
+    """What repeats of one test have in common; ``samples`` and ``min_duration_seconds`` as asked for."""
     target = run.result.get("target") or {}
     return {
         **{name: run.result.get(name) for name in _SETTING},
+        **{name: run.config.get(name) for name in ("samples", "min_duration_seconds")},
+        "source revision": (run.environment.get("source") or {}).get("revision"),
         "device": target.get("device"),
         "threads": target.get("threads"),
         "hostname": run.environment.get("hostname"),

@@ -39,9 +39,9 @@ def write_reports(path: Path, out: Path | None = None, *, movable: bool = True) 
     """Rebuild the pages on ``path`` and yield the path of each.
 
     The page of a run folder is ``report.html`` in it; that of a saved document, or a folder with one, lies next to it
-    under its name. Of a folder with run folders below it: the page of each, and in each folder of repeats one on them
-    together, ``repeats.html``. ``out`` names another file for the one page that ``path`` has, or the one on its repeats
-    together; ``movable``: the command has a flag ``--out``.
+    under its name. Of a folder with run folders below it: the page of each, and in each folder that ``--repeat`` made
+    one on them together, ``repeats.html``. ``out`` names another file for the one page that ``path`` has, or the one on
+    its repeats together; ``movable``: the command has a flag ``--out``.
 
     Raises:
         UsageError: ``path`` cannot be read, or another file has the name of the page.
@@ -109,8 +109,7 @@ def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
             yield checked(plain(summarise_sweep(runs, parent.name)), str(place)), place.with_suffix(".html")
             continue
         known = read_repeats(parent)
-        if (known or len(runs) > 1) and are_repeats(runs):
-            known = known or {}
+        if known and are_repeats(runs):
             missing = missing_notes(parent, runs)
             document = summarise_repeats(runs, known.get("runs_wanted", len(runs)), missing)
             place = parent / REPEATS

@@ -20,44 +20,57 @@ class Limits:
     """Longest time to first token and time per output token that a user is promised, in seconds."""
 
     name: str
-    ttft_seconds: float
-    tpot_seconds: float
+    ttft_seconds: float | None
+    tpot_seconds: float | None
 
 
-# 99th-percentile limits of MLPerf Inference for llama2-70b (loadgen/mlperf.conf); here a reference for any model.
+# 99th-percentile limits of MLPerf Inference for llama2-70b (loadgen/mlperf.conf), of runs that claim its rules.
 YARDSTICKS = (Limits("MLPerf Server, llama2-70b", 2.0, 0.2), Limits("MLPerf Interactive, llama2-70b", 0.45, 0.04))
 
 
+def limits_of(run: Run) -> tuple[Limits, ...]:
+    """The limits that the run was given, and MLPerf's if it claims MLPerf's rules."""
+    ttft, tpot = (run.result.get(f"{name}_limit_seconds") for name in ("ttft", "tpot"))
+    own = () if ttft is None and tpot is None else (Limits("This run's limits", ttft, tpot),)
+    return (*own, *(YARDSTICKS if run.result.get("rules") else ()))
+
+
 def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:
-    """The work of a run within the limits of the yardsticks, and within any limit."""
+    """The work of a run within its limits, and within any limit."""
     duration = run.result.get("duration_seconds")
     if not duration or not len(samples):
         return
     offline = run.result.get("scenario") == "offline"
     rows = []
-    for limits in YARDSTICKS:
+    known = limits_of(run)
+    for limits in known:
         good = goodput(
             samples,
             ttft_seconds=None if offline else limits.ttft_seconds,
             tpot_seconds=limits.tpot_seconds,
             duration_seconds=duration,
         )
-        first = "does not apply" if offline else f"{limits.ttft_seconds:g} s"
+        first = "does not apply" if offline else _shown(limits.ttft_seconds, 1, "s")
         figures = (100 * good.share, good.samples_per_second, good.output_tokens_per_second)
-        rows.append((limits.name, first, f"{1000 * limits.tpot_seconds:g} ms", *map(precise, figures)))
+        rows.append((limits.name, first, _shown(limits.tpot_seconds, 1000, "ms"), *map(precise, figures)))
     numbers = {"Good": "%", "Goodput": "samples/s", "Output": "tokens/s"}
     heads = (Column("Limits"), Column("First token"), Column("Per token"))
     columns = (*heads, *(Column(name, unit, numeric=True) for name, unit in numbers.items()))
     note = "Time to first token does not apply to Offline, where all samples are due at once."
     yield Table("Work within limits", columns, tuple(rows), stacked=True, note=note if offline else "")
-    yield from _goodput_figure(samples, duration, offline=offline)
+    yield from _goodput_figure(samples, duration, known, offline=offline)
 
 
-def _goodput_figure(samples: Samples, duration: float, *, offline: bool) -> Iterator[Figure]:
+def _shown(seconds: float | None, scale: int, unit: str) -> str:
+    return "none" if seconds is None else f"{scale * seconds:g} {unit}"
+
+
+def _goodput_figure(samples: Samples, duration: float, known: tuple[Limits, ...], *, offline: bool) -> Iterator[Figure]:
     """How much work is within a limit on the time per output token, for every limit."""
     waits: list[tuple[str, float | None]] = [("any time to first token", None)]
     if not offline:
-        waits += [(f"first token within {limits.ttft_seconds:g} s", limits.ttft_seconds) for limits in YARDSTICKS]
+        firsts = dict.fromkeys(limits.ttft_seconds for limits in known if limits.ttft_seconds is not None)
+        waits += [(f"first token within {seconds:g} s", seconds) for seconds in firsts]
     lines = [goodput_curve(name, samples, duration, wait) for name, wait in waits]
     longest = float(max(line.x[-1] for line in lines))
     if longest <= 0:
@@ -81,8 +94,8 @@ def _goodput_figure(samples: Samples, duration: float, *, offline: bool) -> Iter
         x_range=(0.0, longest),
         marks=[
             Mark(f"{limits.name}, {1000 * limits.tpot_seconds:g} ms", 1000 * limits.tpot_seconds, upright=True)
-            for limits in YARDSTICKS
-            if 1000 * limits.tpot_seconds <= longest
+            for limits in known
+            if limits.tpot_seconds is not None and 1000 * limits.tpot_seconds <= longest
         ],
     )
 
