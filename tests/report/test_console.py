@@ -197,7 +197,7 @@ def test_the_answers_are_the_first_thing_said_and_claims_have_their_right_value(
     assert lines[1] == "  1 of 3 claims holds; 1 check of the artefacts fails."
     assert lines[2].startswith("  What breaks: “more than 1.1 million tokens per second on a single VM” is ")
     assert lines[3].startswith("  What the artefacts cannot answer: “")
-    assert lines[5].startswith("1 fail  1 warn  1 unknown  1 note  19 pass  the artefacts break rules")
+    assert lines[4].startswith("1 fail  1 warn  1 unknown  1 note  19 pass  the artefacts break rules")
     assert "does not hold  more than 1.1 million tokens per second on a single VM\n" in text
     assert "  Recomputed: 62,803.9 tokens/s · the fastest of 18 nodes\n" in text
 
