@@ -72,6 +72,8 @@ class Table:
 class Figure:
     """A chart: SVG elements on a canvas of 400 x ``height``, what they say in words, and the numbers behind them.
 
+    A ``wide`` one has a canvas of 640 and the whole width of the page.
+
     ``on_terminal``: a terminal prints these numbers, because no other table has them.
     """
 
@@ -83,6 +85,7 @@ class Figure:
     data: Table
     legend: tuple[tuple[str, str], ...] = ()  # class of the key, name
     on_terminal: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)

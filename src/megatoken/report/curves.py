@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatoken.report.blocks import Column, Figure, Table
-from megatoken.report.scales import LEFT, RIGHT, WIDTH, Floats, box, rule, text, tick_text, ticks, top_of
+from megatoken.report.scales import LEFT, RIGHT, WIDE, WIDTH, Floats, box, rule, text, tick_text, ticks, top_of
 from megatoken.text import number, precise
 
 HEIGHT, TOP, BOTTOM = 230, 12, 40
@@ -63,7 +63,8 @@ def time_chart(
     y_max: float | None = None,
     between: Between | None = None,
     window: tuple[float, float] | None = None,
-    mark: Mark | None = None,
+    marks: Sequence[Mark] = (),
+    wide: bool = False,
 ) -> Figure:
     """Values in ``unit`` over seconds since the start; ``window`` shades the steady part of the run."""
     spans = np.linspace(0, top_of([line.x for line in lines]), DATA_ROWS + 1)
@@ -88,7 +89,8 @@ def time_chart(
         y_max=y_max,
         between=between,
         window=window,
-        marks=[mark] if mark else [],
+        marks=marks,
+        wide=wide,
     )
 
 
@@ -180,9 +182,10 @@ def line_chart(
     y_ticks = ticks(0.0, y_max or max(top_of(heights), *level_marks, 0.0))
     y_top = y_max or y_ticks[-1]
     floor = HEIGHT - BOTTOM
+    edge = (WIDE if wide else WIDTH) - RIGHT
 
     def x_at(value: float) -> float:
-        return LEFT + (value - x_low) * (WIDTH - LEFT - RIGHT) / (x_top - x_low)
+        return LEFT + (value - x_low) * (edge - LEFT) / (x_top - x_low)
 
     def y_at(value: float) -> float:
         return floor - min(value, y_top) * (floor - TOP) / y_top
@@ -195,7 +198,7 @@ def line_chart(
         start, end = (x_at(min(second, x_top)) for second in window)
         parts.append(box(start, TOP, end - start, floor - TOP, "window"))
     for value in (tick for tick in y_ticks if tick <= y_top):
-        parts.append(rule(LEFT, y_at(value), WIDTH - RIGHT, y_at(value)))
+        parts.append(rule(LEFT, y_at(value), edge, y_at(value)))
         parts.append(text(LEFT - 6, y_at(value) + 4, tick_text(value), "tick end"))
     parts += [
         text(x_at(value), floor + 16, tick_text(2**value if doubling else value), "tick middle")
@@ -210,7 +213,7 @@ def line_chart(
         if dots:
             parts += [_dot(x_at(x), y_at(y), index) for x, y in zip(line.x.tolist(), line.y.tolist(), strict=True)]
     for label in labels:
-        right = x_at(label.x) > (WIDTH + LEFT) / 2
+        right = x_at(label.x) > (edge + LEFT) / 2
         offset, style = (-6, "tick end") if right else (6, "tick")
         parts.append(text(x_at(label.x) + offset, max(y_at(label.y) - 6, TOP + 8), label.text, style))
     for index, mark in enumerate(marks):
@@ -218,8 +221,8 @@ def line_chart(
         if mark.upright:
             parts.append(rule(x_at(mark.at), TOP, x_at(mark.at), floor, style))
         else:
-            parts.append(rule(LEFT, y_at(mark.at), WIDTH - RIGHT, y_at(mark.at), style))
-    parts.append(text(WIDTH - RIGHT, HEIGHT - 6, x_label, "tick end"))
+            parts.append(rule(LEFT, y_at(mark.at), edge, y_at(mark.at), style))
+    parts.append(text(edge, HEIGHT - 6, x_label, "tick end"))
     return Figure(
         title=title,
         unit=unit,
@@ -228,6 +231,7 @@ def line_chart(
         description="; ".join(_range(line, unit, x_label) for line in lines),
         data=data,
         legend=_legend(lines, between, window, marks),
+        wide=wide,
     )
 
 

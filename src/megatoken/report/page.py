@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from megatoken.report.blocks import Block, Figure, Table, View
-from megatoken.report.scales import WIDTH
+from megatoken.report.scales import WIDE, WIDTH
 from megatoken.report.words import clean, plain_text
 
 SIGNS = {"good": "✓", "bad": "✕", "warn": "!", "quiet": "?"}
@@ -52,7 +52,7 @@ def _template() -> Template:
     source = files("megatoken").joinpath("report", "page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_clean)
     environment.filters |= {"breakable": _breakable, "kind": lambda value: type(value).__name__}
-    environment.globals |= {"signs": SIGNS, "width": WIDTH, "style": style_sheet(), **SIZES}
+    environment.globals |= {"signs": SIGNS, "width": WIDTH, "wide": WIDE, "style": style_sheet(), **SIZES}
     return environment.from_string(re.sub(r"\n\s*", "", source))
 
 
@@ -75,7 +75,7 @@ def _shelves(blocks: Iterable[Block]) -> Iterator[tuple[bool, list[Block]]]:
 
 
 def _is_small(block: Block) -> bool:
-    return isinstance(block, Figure) or (isinstance(block, Table) and block.narrow)
+    return (isinstance(block, Figure) and not block.wide) or (isinstance(block, Table) and block.narrow)
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megatoken.report.words import clean
 from megatoken.text import precise
 
-WIDTH = 400
+WIDTH, WIDE = 400, 640  # a wide chart has the whole width of the page; on a phone its letters are larger
 LEFT, RIGHT = 48, 16
 SMALLEST_SHARE = 1e-9
 SMALLEST_SPAN = 1e-300  # below it arithmetic underflows

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,13 +12,14 @@ from megatoken.report.blocks import Figure
 from megatoken.report.curves import Between, Mark, level, rate, stairs, time_chart
 from megatoken.report.scales import Floats
 from megatoken.runs.run import Run
-from megatoken.text import number
+from megatoken.text import is_number, number
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 NAMED_NODES = 4
 NODE_SPANS = 120
+MOST_EVENTS = 8  # marked on the chart; tables have all of them
 
 
 def time_figures(run: Run) -> Iterator[Figure]:
@@ -34,7 +35,11 @@ def time_figures(run: Run) -> Iterator[Figure]:
         "tokens/s",
         [rate("each second", times, tokens)],
         window=(window[0], window[1]) if window else None,
-        mark=Mark(f"completed samples, average {number(average)}", average) if average else None,
+        marks=[
+            *([Mark(f"completed samples, average {number(average)}", average)] if average else []),
+            *events(run.result),
+        ],
+        wide=True,
     )
     yield from _nodes(run.series)
     yield time_chart("Samples being computed", "samples", [level("samples", times, in_flight - waiting)])
@@ -49,6 +54,25 @@ def time_figures(run: Run) -> Iterator[Figure]:
             y_max=100,
         )
     yield from _telemetry(run.series)
+
+
+def events(result: Mapping[str, Any]) -> Iterator[Mark]:
+    """What happened to the run, as marks on the axis of time: replicas lost and joined, pauses of a soak."""
+    rack, soak = result.get("rack"), result.get("soak")
+    happened = [
+        *((one, f"lost: {one.get('node')}") for one in _records(rack, "lost")),
+        *((one, f"joined: {one.get('node')}") for one in _records(rack, "joined")),
+        *((one, f"resumed after {number(one.get('gap_seconds'))} s") for one in _records(soak, "interruptions")),
+    ]
+    for one, name in happened[:MOST_EVENTS]:
+        at = one.get("at_seconds")
+        if is_number(at) and at >= 0:
+            yield Mark(f"{name} at {number(float(at))} s", float(at), upright=True)
+
+
+def _records(part: object, name: str) -> list[Mapping[str, Any]]:
+    records = part.get(name) if isinstance(part, Mapping) else None
+    return [one for one in records if isinstance(one, Mapping)] if isinstance(records, list) else []
 
 
 def _nodes(series: pa.Table) -> Iterator[Figure]:

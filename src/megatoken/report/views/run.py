@@ -73,33 +73,47 @@ def run_view(run: Run) -> View:
     samples, subject = Samples.of(run.requests), _subject(run)
     terms = DEFINITIONS | {"First and last token": f"Counted from: {latency_origin(str(run.result.get('scenario')))}."}
     sections = (
-        section("Numbers", *_metrics(run)),
-        section("Model and environment", Facts("Model and environment", subject, folded=False) if subject else None),
         section("Over time", *time_figures(run)),
         section("Over samples", *_sample_figures(run, samples)),
+        section("Numbers", *_metrics(run)),
         section("Goodput", *goodput_blocks(run, samples)),
         section("Nodes", *_nodes(run)),
+        section("Model and environment", Facts("Model and environment", subject, folded=False) if subject else None),
         section("Definitions", Terms(terms)),
         section(
             "Evidence",
+            Facts("MLPerf rules not met", {unmet["code"]: unmet["message"] for unmet in run.rules_unmet})
+            if run.rules_unmet
+            else None,
             Facts("Machine and versions", run.environment),
             Facts("Configuration", run.config),
             Facts("Files in this folder", {name: text for name, text in FILES.items() if name not in _absent(run)}),
         ),
     )
-    return View(run.path.name, str(run.verdict), tuple(_summary(run)), sections, FOOTER)
+    return View(_title(run), str(run.verdict), tuple(_summary(run)), sections, FOOTER)
+
+
+def _title(run: Run) -> str:
+    """Model, precision, scenario and machine."""
+    ran = [str(run.result[key]) for key in ("model", "precision", "scenario") if run.result.get(key)]
+    machine = _gpus(run) or str(run.environment.get("hostname") or "")
+    return " ".join([*ran, *(["on", machine] if machine else [])]) or run.path.name
+
+
+def _gpus(run: Run) -> str:
+    gpus = Counter(gpu["name"] for gpu in run.environment.get("gpus") or ())
+    return ", ".join(f"{count} × {name}" for name, count in gpus.items())
 
 
 def _summary(run: Run) -> Iterator[Block]:
     result = run.result
     completed = result.get("samples_completed")
-    subject = (result.get("model"), result.get("precision"), result.get("scenario"))
     facts = [
-        *(str(part) for part in subject if part),
         f"{number(completed)} sample{'s' * (completed != 1)} in {number(result.get('duration_seconds'))} s",
         f"rated over {number(result.get('rated_seconds'))} s under load" if result.get("scenario") == SOAK else "",
         str(run.environment.get("hostname", "")),
         str(result.get("created_at", "")).replace("T", " ").replace("Z", " UTC"),
+        run.path.name,
     ]
     rate = number(result.get("output_tokens_per_second"))
     yield Headline(rate, "output tokens/s", " · ".join(fact for fact in facts if fact))
@@ -109,7 +123,8 @@ def _summary(run: Run) -> Iterator[Block]:
     if run.reasons:
         yield _points("", run.reasons)
     if run.rules_unmet:
-        yield _points("MLPerf rules not met (none claimed):", run.rules_unmet)
+        codes = ", ".join(dict.fromkeys(unmet["code"] for unmet in run.rules_unmet))
+        yield Points("", (("", f"MLPerf rules not met (none claimed): {codes}"),))
     if run.doubts:
         yield _points("Doubts about the measurement:", run.doubts)
     if notes := result.get("notes"):
@@ -124,14 +139,13 @@ def _subject(run: Run) -> dict[str, Any]:
     """Facts that a reader needs to compare the result; unknown ones are left out."""
     result, environment = run.result, run.environment
     packages = environment.get("packages") or {}
-    gpus = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
     rows = result.get("data_set_rows")
     facts = {
         "Model": result.get("model"),
         "Weights": result.get("weights"),
         "Data set": " · ".join(filter(None, (result.get("data_set"), rows and count_of(rows, "row")))),
         "CPU": _cpu(environment.get("cpu") or {}),
-        "GPU": ", ".join(f"{count} × {name}" for name, count in gpus.items()),
+        "GPU": _gpus(run),
         **{name.replace("_", " ").capitalize(): value for name, value in (result.get("target") or {}).items()},
         "LoadGen": None if _absent(run) else result.get("loadgen_version") or packages.get("mlcommons-loadgen"),
         "megatoken": packages.get("megatoken"),
