@@ -104,7 +104,7 @@ def test_the_numbers_behind_a_rate_add_up_to_its_tokens(seconds):
 def test_a_flat_or_silent_line_still_draws():
     for value in (0.0, 3.0):
         times, flat = np.arange(3.0), np.full(3, value)
-        inside(time_chart("t", "u", [Line("flat", times, flat)], mark=Mark("m", value), window=(0.5, 9.0)))
+        inside(time_chart("t", "u", [Line("flat", times, flat)], marks=[Mark("m", value)], window=(0.5, 9.0)))
         inside(time_chart("t", "u", [Line("flat", np.zeros(1), np.zeros(1))]))
         for from_zero in (True, False):
             drawing = inside(distribution_chart("t", "s", [("v", flat)], x_label="s", from_zero=from_zero))

@@ -7,6 +7,7 @@ from megatoken.errors import UsageError
 from megatoken.report import write_report
 from megatoken.report.page import page
 from megatoken.report.views import run_view
+from megatoken.report.views.over_time import events
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
 
@@ -24,7 +25,10 @@ def test_the_page_says_what_the_folder_says(make_run, unmet):
     root = page_of(path)
     text = words(root)
     result = read_run(path).result
-    assert words(root.find("head/title")) == "20261120T091233Z-offline-tiny · INVALID · megatoken"
+    assert words(root.find("head/title")) == "tiny bf16 offline on host · INVALID · megatoken"
+    assert "20261120T091233Z-offline-tiny" in words(root.find(".//header"))
+    assert "MLPerf rules not met (none claimed): MIN_DURATION, SAMPLES" in words(root.find(".//header"))
+    assert table_rows(root, "MLPerf rules not met")["MIN_DURATION"] == ["ran 20 s of 600 s"]
     assert f"{result['output_tokens_per_second']:.0f} output tokens/s" in text
     assert "80 samples in 19.8 s" in text
     assert words(root.find(".//span[@class='badge bad']")) == "✕ INVALID"
@@ -98,6 +102,32 @@ def test_one_node_without_telemetry_has_seven_charts(make_run):
     root = page_of(make_run(tpot_limit_seconds=0.04))
     rows = table_rows(root, "Work within limits")  # 20.0 to 23.2 ms a token; Offline counts no first token
     assert rows == {"Limits": [], "This run's limits": ["does not apply", "40 ms", "100", "4.034", "104.9"]}
+
+
+def test_pictures_come_before_tables_and_the_first_has_the_whole_width(make_run):
+    root = page_of(make_run())
+    titles = [words(heading) for heading in root.iter("h2")]
+    assert titles[:3] == ["Over time", "Over samples", "Numbers"]
+    first, *others = root.iter("figure")
+    assert (first.get("class"), words(first.find("figcaption"))) == ("wide", "Output tokens over time tokens/s")
+    assert first.find("svg").get("viewBox").startswith("0 0 640 ")
+    assert {figure.get("class") for figure in others} == {None}
+
+
+def test_what_happened_to_a_run_is_marked_on_its_first_chart(make_run):
+    lost = {"node": "node-3", "replica": None, "cause": "kill", "at_seconds": 7.5}
+    joined = {"node": "node-3", "replica": 0, "at_seconds": 900.0}  # after the last row of the series
+    served = {"replicas": 2, "replicas_least": 1, "replicas_at_end": 2, "share_left": 0.5, "late_answers": 0}
+    root = page_of(make_run(rack={**served, "lost": [lost], "joined": [joined], "clock_offsets": []}))
+    chart = next(root.iter("figure"))
+    legend = [words(item) for item in chart.find("ul").findall("li")]
+    assert legend[-2:] == ["lost: node-3 at 7.50 s", "joined: node-3 at 900 s"]
+    marks = [line for line in chart.iter("line") if line.get("class", "").startswith("mark")]
+    uprights = [float(line.get("x1")) for line in marks if line.get("x1") == line.get("x2")]
+    assert len(uprights) == 2
+    assert 48 < uprights[0] < uprights[1] <= 624
+    (pause,) = events({"soak": {"interruptions": [{"at_seconds": 4.0, "gap_seconds": 61.0}, {}]}})
+    assert (pause.name, pause.at, pause.upright) == ("resumed after 61.0 s at 4.00 s", 4.0, True)
 
 
 def test_in_server_the_first_token_counts_for_goodput(make_run):

@@ -168,6 +168,7 @@ def line_chart(
     labels: Sequence[Label] = (),
     dots: bool = False,
     doubling: bool = False,
+    wide: bool = False,
 ) -> Figure:
     """Curves of ``unit`` over ``x_label``, with labelled areas and references; ``data`` is the table behind them.
 
@@ -219,7 +220,8 @@ def line_chart(
     for index, mark in enumerate(marks):
         style = f"mark mark{index}"
         if mark.upright:
-            parts.append(rule(x_at(mark.at), TOP, x_at(mark.at), floor, style))
+            at = x_at(min(mark.at, x_top))
+            parts.append(rule(at, TOP, at, floor, style))
         else:
             parts.append(rule(LEFT, y_at(mark.at), edge, y_at(mark.at), style))
     parts.append(text(edge, HEIGHT - 6, x_label, "tick end"))
