@@ -121,11 +121,11 @@ def test_what_happened_to_a_run_is_marked_on_its_first_chart(make_run):
     root = page_of(make_run(rack={**served, "lost": [lost], "joined": [joined], "clock_offsets": []}))
     chart = next(root.iter("figure"))
     legend = [words(item) for item in chart.find("ul").findall("li")]
-    assert legend[-2:] == ["lost: node-3 at 7.50 s", "joined: node-3 at 900 s"]
+    assert legend[-3:-1] == ["lost: node-3 at 7.50 s", "joined: node-3 at 900 s"]
     marks = [line for line in chart.iter("line") if line.get("class", "").startswith("mark")]
     uprights = [float(line.get("x1")) for line in marks if line.get("x1") == line.get("x2")]
     assert len(uprights) == 2
-    assert 48 < uprights[0] < uprights[1] <= 624
+    assert 68 < uprights[0] < uprights[1] <= 624
     (pause,) = events({"soak": {"interruptions": [{"at_seconds": 4.0, "gap_seconds": 61.0}, {}]}})
     assert (pause.name, pause.at, pause.upright) == ("resumed after 61.0 s at 4.00 s", 4.0, True)
 

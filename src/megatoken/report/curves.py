@@ -9,7 +9,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatoken.report.blocks import Column, Figure, Table
-from megatoken.report.scales import LEFT, RIGHT, WIDE, WIDTH, Floats, box, rule, text, tick_text, ticks, top_of
+from megatoken.report.scales import (
+    LEFT,
+    RIGHT,
+    WIDE,
+    WIDE_LEFT,
+    WIDTH,
+    Floats,
+    box,
+    rule,
+    text,
+    tick_text,
+    ticks,
+    top_of,
+)
 from megatoken.text import number, precise
 
 HEIGHT, TOP, BOTTOM = 230, 12, 40
@@ -183,10 +196,10 @@ def line_chart(
     y_ticks = ticks(0.0, y_max or max(top_of(heights), *level_marks, 0.0))
     y_top = y_max or y_ticks[-1]
     floor = HEIGHT - BOTTOM
-    edge = (WIDE if wide else WIDTH) - RIGHT
+    left, edge = (WIDE_LEFT, WIDE - RIGHT) if wide else (LEFT, WIDTH - RIGHT)
 
     def x_at(value: float) -> float:
-        return LEFT + (value - x_low) * (edge - LEFT) / (x_top - x_low)
+        return left + (value - x_low) * (edge - left) / (x_top - x_low)
 
     def y_at(value: float) -> float:
         return floor - min(value, y_top) * (floor - TOP) / y_top
@@ -199,8 +212,8 @@ def line_chart(
         start, end = (x_at(min(second, x_top)) for second in window)
         parts.append(box(start, TOP, end - start, floor - TOP, "window"))
     for value in (tick for tick in y_ticks if tick <= y_top):
-        parts.append(rule(LEFT, y_at(value), edge, y_at(value)))
-        parts.append(text(LEFT - 6, y_at(value) + 4, tick_text(value), "tick end"))
+        parts.append(rule(left, y_at(value), edge, y_at(value)))
+        parts.append(text(left - 6, y_at(value) + 4, tick_text(value), "tick end"))
     parts += [
         text(x_at(value), floor + 16, tick_text(2**value if doubling else value), "tick middle")
         for value in x_ticks
@@ -214,7 +227,7 @@ def line_chart(
         if dots:
             parts += [_dot(x_at(x), y_at(y), index) for x, y in zip(line.x.tolist(), line.y.tolist(), strict=True)]
     for label in labels:
-        right = x_at(label.x) > (edge + LEFT) / 2
+        right = x_at(label.x) > (edge + left) / 2
         offset, style = (-6, "tick end") if right else (6, "tick")
         parts.append(text(x_at(label.x) + offset, max(y_at(label.y) - 6, TOP + 8), label.text, style))
     for index, mark in enumerate(marks):
@@ -223,7 +236,7 @@ def line_chart(
             at = x_at(min(mark.at, x_top))
             parts.append(rule(at, TOP, at, floor, style))
         else:
-            parts.append(rule(LEFT, y_at(mark.at), edge, y_at(mark.at), style))
+            parts.append(rule(left, y_at(mark.at), edge, y_at(mark.at), style))
     parts.append(text(edge, HEIGHT - 6, x_label, "tick end"))
     return Figure(
         title=title,

@@ -16,7 +16,7 @@ from megatoken.report.words import clean
 from megatoken.text import precise
 
 WIDTH, WIDE = 400, 640  # a wide chart has the whole width of the page; on a phone its letters are larger
-LEFT, RIGHT = 48, 16
+LEFT, WIDE_LEFT, RIGHT = 48, 68, 16
 SMALLEST_SHARE = 1e-9
 SMALLEST_SPAN = 1e-300  # below it arithmetic underflows
 
