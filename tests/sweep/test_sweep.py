@@ -1,6 +1,7 @@
 """A short sweep with the real engine, from the command line to its page; its figures against formulas written apart."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,39 @@ def test_the_terminal_shows_the_points(swept: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "Points" in shown
     assert "requests at once" in shown
+
+
+def test_two_sweeps_are_compared_load_by_load(swept: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(swept, other)
+    code, out, err = call_here("compare", swept, other, "--json", "--out", tmp_path / "both")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["notes"] == []
+    assert [row["value"] for row in document["ratios"]] == [1, 3]
+    assert {row["output"] for row in document["ratios"]} == {1.0}
+    assert "<svg" in (tmp_path / "both" / "sweep_comparison.html").read_text()
+
+
+def test_a_sweep_is_compared_with_nothing_else(swept: Path, runs: list[Run]) -> None:
+    code, _, err = call_here("compare", swept, runs[0].path)
+    assert code == 2
+    assert "sweeps only" in err
+
+
+def test_a_trace_is_replayed_at_its_times(flags: list[object], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{100 + i / 10},x,{5 + i % 3},{3 + i % 2},0,y\n" for i in range(40))
+    trace.write_text(f"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n{rows}")
+    only = [flag for flag in flags[: flags.index("--window")] if flag != flags[3]]
+    only.remove("--lengths")
+    code, out, err = call_here("sweep", *only, "--trace", trace, "--speed", 4, "--json", "--out", tmp_path / "out")
+    assert code == 0, err
+    document = json.loads(out)
+    (point,) = document["points"]
+    assert document["load_kind"] == point["kind"] == "speed"
+    assert point["requests_completed"] == point["requests"] > 10
+    (run,) = [read_run(folder) for folder in next((tmp_path / "out").iterdir()).iterdir() if folder.is_dir()]
+    due = np.sort(run.requests["scheduled_seconds"].to_numpy())
+    assert len(due) == 40
+    assert np.diff(due) == pytest.approx(0.025, abs=1e-4)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import accelerator_name, contentions, simulated_gpu
 from megatoken.analysis.repeats import interval, shared_notes, worst_verdict
 from megatoken.analysis.statistics import PERCENTILE_METHOD
 from megatoken.analysis.sweep_point import STALL_RULE, STEADY_RULE, point_figures
+from megatoken.errors import UsageError
 from megatoken.files import plain
 from megatoken.runs.run import Run
 from megatoken.text import utc_now
@@ -23,6 +26,15 @@ KNEE_RULE = (
     "the load at which output tokens/s over the median end-to-end latency is highest (Kleinrock's power): beyond it"
     " latency grows by a larger factor than throughput"
 )
+SHOWN = ("name", "load_kind", "load_unit", "model", "precision", "data_set", "hostname", "points", "found")
+COMPARED = ("model", "precision", "data_set", "load", "ttft_limit_seconds", "tpot_limit_seconds")
+RATIOS = {
+    "output": ("output_tokens_per_second", None),
+    "ttft_p50": ("ttft_seconds", "p50"),
+    "ttft_p99": ("ttft_seconds", "p99"),
+    "tpot_p99": ("tpot_seconds", "p99"),
+    "latency_p50": ("latency_seconds", "p50"),
+}
 UNITS = {"concurrency": "requests at once", "rate": "requests/s", "users": "users", "speed": "times the trace's speed"}
 
 
@@ -75,6 +87,57 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
     }
 
 
+def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The document of several sweeps side by side, from those of ``summarise_sweep``.
+
+    Raises:
+        UsageError: they have different kinds of load.
+    """
+    first = documents[0]
+    for other in documents[1:]:
+        if other["load_kind"] != first["load_kind"]:
+            raise UsageError(
+                f"{other['name']}: a sweep by {other['load_kind']}, and {first['name']} is one by"
+                f" {first['load_kind']}; compare sweeps of one kind"
+            )
+    differing = {
+        key: {document["name"]: document[key] for document in documents}
+        for key in COMPARED
+        if any(document[key] != first[key] for document in documents)
+    }
+    return {
+        "kind": "sweep_comparison",
+        "schema_version": SCHEMA_VERSION,
+        "created_at": utc_now(),
+        "title": "Comparison of sweeps",
+        "inputs": [name for document in documents for name in document["inputs"]],
+        "notes": [
+            f"not like for like: {key.replace('_', ' ')} differs ({'; '.join(f'{n}: {v}' for n, v in values.items())})"
+            for key, values in differing.items()
+        ],
+        "sweeps": [{key: document[key] for key in SHOWN} for document in documents],
+        "ratios": _ratios(documents),
+    }
+
+
+def _ratios(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """At every load that all have: output of each sweep over that of the first, and its latencies over the first's."""
+    all_loads = [by_load(document["points"]) for document in documents]
+    rows = []
+    for value in sorted(set.intersection(*map(set, all_loads))):
+        base, *others = (loads[value] for loads in all_loads)
+        for document, group in zip(documents[1:], others, strict=True):
+            row: dict[str, Any] = {"value": value, "of": document["name"], "to": documents[0]["name"]}
+            for name, (key, percentile) in RATIOS.items():
+                of, to = (
+                    _mean(points, key) if percentile is None else _mean([point[key] for point in points], percentile)
+                    for points in (group, base)
+                )
+                row[name] = of / to if to else None
+            rows.append(row)
+    return rows
+
+
 def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a sweep shows: knee, highest load within the limits, highest output, and why it ended early, if it did."""
     loads = by_load(points)
@@ -106,7 +169,7 @@ def keeps_limits(point: Mapping[str, Any]) -> bool:
 def saturated(points: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the last loads of a closed loop gave no more output than those before them."""
     loads = by_load(points)
-    if len(loads) <= FLAT_POINTS or points[0]["kind"] == "rate":
+    if len(loads) <= FLAT_POINTS or points[0]["kind"] != "concurrency":
         return False
     rates = [_mean(loads[value], "output_tokens_per_second") for value in sorted(loads)]
     return max(rates[-FLAT_POINTS:]) < (1 + GAIN) * max(rates[:-FLAT_POINTS])
@@ -116,6 +179,17 @@ def by_load(points: Sequence[Mapping[str, Any]]) -> dict[float, list[Mapping[str
     """The points of each load, repeats together, by rising load."""
     ordered = sorted(points, key=lambda point: float(point["value"]))
     return {value: list(group) for value, group in groupby(ordered, key=lambda point: point["value"])}
+
+
+def read_sweep(folder: Path) -> dict[str, Any] | None:
+    """The document of a sweep's folder, from its run folders; None if it is no folder of a sweep.
+
+    Raises:
+        UsageError: a run folder is damaged.
+    """
+    if not (folder / SWEEP).is_file():
+        return None
+    return summarise_sweep(read_runs(folder), folder.name)
 
 
 def are_points(runs: Sequence[Run]) -> bool:
@@ -140,5 +214,6 @@ def _repeats(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _mean(parts: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Mean of a figure over points that know it; 0 where none does."""
     known = [part[name] for part in parts if part[name] is not None]
     return statistics.fmean(known) if known else 0.0

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from megatoken.cli.flags import flag, place
 from megatoken.cli.output import Json, Out, deliver
-from megatoken.errors import ExitCode
+from megatoken.errors import ExitCode, UsageError
 
 
 def aggregate(
@@ -39,7 +39,7 @@ def compare(
         list[str],
         place(
             "RESULT",
-            "Run folder, folder of repeats, folder of LoadGen logs, published id, accelerator, or CLAIMS.yaml#id.",
+            "Run folder, repeats, sweep, folder of LoadGen logs, published id, accelerator, or CLAIMS.yaml#id.",
         ),
     ],
     benchmark: Annotated[
@@ -51,9 +51,16 @@ def compare(
 ) -> int:
     """Compare results per accelerator, node and rack. Reports which ratios compare like with like."""
     from megatoken.analysis.comparison import compare as compared
+    from megatoken.analysis.sweep import compare_sweeps, read_sweep
     from megatoken.audit import read_evidence
     from megatoken.claims.references import comparison_entry
 
+    sweeps = [found for reference in references if (found := read_sweep(Path(reference))) is not None]
+    if sweeps:
+        if len(sweeps) < max(2, len(references)):
+            raise UsageError("a sweep can be compared with sweeps only; give two folders of megatoken sweep")
+        deliver(compare_sweeps(sweeps), json_only=json_only, out=out)
+        return ExitCode.OK
     entries = [
         comparison_entry(reference, read_evidence, benchmark=benchmark, scenario=scenario) for reference in references
     ]

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megatoken.cli.flags import FLAGS, MODEL_KEYS, OUT_KEYS, PROMPT_KEYS, ConfigFile, DryRun, Rack, flag, key_command
+from megatoken.cli.flags import (
+    ENDPOINT_KEYS,
+    FLAGS,
+    MODEL_KEYS,
+    OUT_KEYS,
+    PROMPT_KEYS,
+    ConfigFile,
+    DryRun,
+    Rack,
+    flag,
+    key_command,
+)
 from megatoken.cli.output import Json
 from megatoken.cli.run import measure_and_show
 from megatoken.errors import ConfigError, UsageError
@@ -38,6 +49,7 @@ _OWN += ("min_duration_seconds",)
 SweepCommand = key_command(
     {
         **MODEL_KEYS,
+        **ENDPOINT_KEYS,
         **PROMPT_KEYS,
         "ttft-limit": ("SECONDS", "Longest time to first token that counts as good."),
         "tpot-limit": ("SECONDS", "Longest time per output token that counts as good."),
@@ -60,6 +72,10 @@ def sweep(
     burstiness: Annotated[
         float | None, flag("SHAPE", "Of gamma arrivals: 1 is Poisson, less is burstier. Default: 0.5.")
     ] = None,
+    trace: Annotated[
+        Path | None, flag("FILE", "Replay a trace of Mooncake, BurstGPT or Azure, with its times and lengths.")
+    ] = None,
+    speed: Annotated[str | None, flag("0.5,1,2", "How many times faster to replay the trace. Default: 1.")] = None,
     window: Annotated[float, flag("SECONDS", "Length of the measured window of each load.")] = 10.0,
     settle: Annotated[float, flag("SECONDS", "Shortest time of a load before its window.")] = 2.0,
     rack: Rack = None,
@@ -67,7 +83,10 @@ def sweep(
     json_only: Json = False,
 ) -> int:
     """Measure latency against throughput: one load after the other, closed loop or open loop; finds the knee."""
-    plan = _plan(concurrency, rates, arrivals, burstiness, window, settle)
+    if trace is not None or speed is not None:
+        plan = _replay(trace, speed, settle, others=[concurrency, rates, burstiness])
+    else:
+        plan = _plan(concurrency, rates, arrivals, burstiness, window, settle)
 
     def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
         from megatoken.harness.sweep.sweep import run_sweep
@@ -93,6 +112,17 @@ def _config(config_file: Path | None, given: Mapping[str, str], rack: str | None
         if value != KEYS[key].default:
             raise ConfigError(f"{key}: not a setting of a sweep, which has loads of its own; leave it out")
     return config
+
+
+def _replay(trace: Path | None, speed: str | None, settle: float, others: list[object]) -> SweepPlan:
+    from megatoken.datasets.traces import read_trace
+    from megatoken.harness.sweep.plan import SweepPlan, values_of
+    from megatoken.harness.sweep.point import Phases
+
+    if trace is None or any(other is not None for other in others):
+        raise UsageError("--trace FILE brings its own load; --speed goes with it, --concurrency and --rates do not")
+    values = values_of("--speed", speed or "1", whole=False)
+    return SweepPlan("speed", values, "poisson", 1.0, Phases(settle, None), read_trace(trace))
 
 
 def _plan(

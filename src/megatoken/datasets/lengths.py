@@ -54,7 +54,7 @@ def load_lengths(path: Path | None, *, vocabulary_size: int, max_length: int, se
     if not lengths:
         raise DatasetError(f"{path}: the file has no rows; write {_LENGTHS_HEADER} and one row per request")
     pairs = np.frombuffer(lengths, dtype=np.int64).reshape(-1, 2)
-    inputs, outputs, notes = _fit(pairs[:, 0], pairs[:, 1], max_length)
+    inputs, outputs, notes = fit_lengths(pairs[:, 0], pairs[:, 1], max_length)
 
     def make(row: int) -> Request:
         # The raw output of a counter-based generator does not change between releases of NumPy.
@@ -85,9 +85,13 @@ def _parse_lengths(line: str, place: str) -> list[int]:
     return [int(cell) for cell in cells]
 
 
-def _fit(
+def fit_lengths(
     inputs: NDArray[np.int64], outputs: NDArray[np.int64], max_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[str, ...]]:
+    """Lengths [N] of prompts and answers that fit into a context of ``max_length``, and a note on those that did not.
+
+    A row that exceeds it is scaled down to it, prompt and answer by the same factor.
+    """
     totals = inputs + outputs
     long = totals > max_length
     if not long.any():

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatoken.datasets.traces import Trace
 from megatoken.errors import UsageError
 from megatoken.harness.sweep.loads import ArrivalKind, ClosedLoop, Load, OpenLoop, arrival_seconds, passes
 from megatoken.harness.sweep.point import Phases
@@ -19,12 +20,13 @@ class SweepPlan:
     """The loads of a sweep.
 
     Attributes:
-        kind: ``concurrency`` (closed loop) or ``rate`` (open loop).
-        values: requests at once, or requests per second, rising. Empty: concurrency doubles until output no longer
-            grows, and rates are ``RATE_SHARES`` of what the warm-up expects.
+        kind: ``concurrency`` (closed loop), ``rate`` (open loop) or ``speed`` (a trace, open loop).
+        values: requests at once, requests per second, or speeds of the trace, rising. Empty: concurrency doubles
+            until output no longer grows, and rates are ``RATE_SHARES`` of what the warm-up expects.
         arrivals: of the open loop.
         burstiness: of gamma arrivals: shape of their gaps.
-        phases: of every point.
+        phases: of every point; those of a trace have no window, so it runs to its end.
+        trace: whose requests come at their recorded times over the speed, in their order.
     """
 
     kind: str
@@ -32,6 +34,7 @@ class SweepPlan:
     arrivals: ArrivalKind
     burstiness: float
     phases: Phases
+    trace: Trace | None = None
 
     def loads(self, estimated_rate: float) -> Iterator[float]:
         """The values to run, given the requests per second that the warm-up expects of a full target."""
@@ -50,24 +53,27 @@ class SweepPlan:
         """The load of one point.
 
         Args:
-            value: requests at once, or requests per second.
+            value: requests at once, requests per second, or speed.
             rows: of the data set.
             seed: of the order of the rows and of the arrivals.
         """
         order = passes(rows, (*seed, 0))
+        if self.trace is not None:
+            return OpenLoop(zip((self.trace.due_seconds / value).tolist(), range(rows), strict=True))
         if self.kind == "concurrency":
             return ClosedLoop(order, round(value))
         return OpenLoop(zip(arrival_seconds(self.arrivals, value, self.burstiness, (*seed, 1)), order, strict=False))
 
     def facts(self, value: float, seed: int) -> dict[str, Any]:
         """The field ``load`` of a point's ``result.json``, as far as it is known before the point runs."""
-        open_loop = self.kind == "rate"
+        open_loop, drawn = self.kind != "concurrency", self.kind == "rate"
         return {
             "kind": self.kind,
             "value": value,
             "waits": not open_loop,
-            "arrivals": self.arrivals if open_loop else None,
-            "burstiness": self.burstiness if open_loop and self.arrivals == "gamma" else None,
+            "arrivals": self.arrivals if drawn else None,
+            "burstiness": self.burstiness if drawn and self.arrivals == "gamma" else None,
+            "source": f"{self.trace.format} trace {self.trace.path.name}" if self.trace is not None else None,
             "seed": seed,
             "warm_up_seconds": self.phases.warm_up_seconds,
             "asked_window_seconds": self.phases.window_seconds,

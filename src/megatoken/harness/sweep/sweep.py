@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megatoken.analysis.summary import summarise_run
 from megatoken.analysis.sweep import SWEEP, saturated, summarise_sweep
 from megatoken.analysis.sweep_point import point_figures
 from megatoken.config import RunConfig
-from megatoken.errors import MegatokenError
+from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import to_json, write_text
 from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.loadgen_plan import run_limits
@@ -52,6 +52,14 @@ def run_sweep(prepared: Prepared, config: RunConfig, plan: SweepPlan, target: Ta
     Raises:
         StorageError: a folder cannot be written.
     """
+    if plan.trace is not None:
+        model = prepared.model
+        if model.shape is None or model.memory is None:
+            raise UsageError(
+                "--trace: prompts are random token ids, and this target takes text; replay it on an engine"
+            )
+        sizes = {"vocabulary_size": model.shape.vocabulary_size, "max_length": model.memory.max_length}
+        prepared = replace(prepared, data_set=plan.trace.dataset(**sizes, seed=config.seed))
     progress.stage(f"warming up for {config.warm_up_seconds:g} s")
     rate = estimate_rate(target, prepared.data_set, config.warm_up_seconds, 0.0)
     name = run_name(datetime.now(UTC), "sweep", config.model)

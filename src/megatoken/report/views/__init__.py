@@ -10,7 +10,7 @@ from megatoken.report.views.comparison import comparison_view
 from megatoken.report.views.plan import plan_view
 from megatoken.report.views.repeats import repeats_view
 from megatoken.report.views.run import run_view
-from megatoken.report.views.sweep import sweep_view
+from megatoken.report.views.sweep import sweep_comparison_view, sweep_view
 
 __all__ = ["document_view", "run_view"]
 
@@ -20,6 +20,7 @@ VIEWS = {
     "comparison": comparison_view,
     "repeats": repeats_view,
     "sweep": sweep_view,
+    "sweep_comparison": sweep_comparison_view,
 }
 
 

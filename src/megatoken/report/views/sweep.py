@@ -23,7 +23,7 @@ from megatoken.report.blocks import (
 from megatoken.report.curves import stairs, time_chart
 from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
-from megatoken.report.views.common import view
+from megatoken.report.views.common import records_table, view
 from megatoken.report.views.load_charts import Sweep, load_figures, per_machine, rate_unit
 from megatoken.text import ABSENT, precise
 
@@ -83,9 +83,32 @@ def sweep_view(document: Document) -> View:
         section("Stalls and late sends", _stalls(sweep)),
         section("Repeats", _repeats(document)),
         section("Over time", *_over_time(sweep)),
-        section("Definitions", Terms({TITLES[key]: document.part("rules").text(key) for key in TITLES})),
+        section("Definitions", Terms({TITLES[key]: _sentence(document.part("rules").text(key)) for key in TITLES})),
     )
     return view(document, "sweep", summary, sections, KNOWN)
+
+
+def sweep_comparison_view(document: Document) -> View:
+    """The report on ``megatoken compare`` of sweeps."""
+    sweeps = [Sweep.of(part) for part in document.parts("sweeps")]
+    sections = (
+        section("Curves", *load_figures(sweeps, ())),
+        section("Found", _found_table(document)),
+        section("Ratios at equal load", records_table("Ratios", document.parts("ratios"))),
+    )
+    return view(document, "sweeps", (), sections, ("sweeps", "ratios"))
+
+
+def _found_table(document: Document) -> Table:
+    keys = ("knee", "highest_within_limits", "peak", "peak_output_tokens_per_second")
+    rows = tuple(
+        (part.text("name"), *(precise(part.part("found").number(key)) for key in keys))
+        for part in document.parts("sweeps")
+    )
+    unit = document.parts("sweeps")[0].text("load_unit")
+    loads = (Column(name, unit, numeric=True) for name in ("Knee", "Within limits", "Peak"))
+    heads = (*loads, Column("Output at peak", "tokens/s", numeric=True))
+    return Table("What the sweeps found", (Column("Sweep"), *heads), rows)
 
 
 def _headline(document: Document, sweep: Sweep) -> Iterator[Headline]:
@@ -241,6 +264,10 @@ def _cell(part: Document, name: str, scale: float) -> str:
     value = part.number(name)
     star = "*" if name in part.texts("unreliable") else ""
     return ABSENT if value is None else f"{precise(scale * value)}{star}"
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _percent(share: float | None) -> str:
