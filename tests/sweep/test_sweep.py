@@ -70,10 +70,10 @@ def test_figures_of_a_point_against_loops_over_its_rows(runs: list[Run]) -> None
     run = runs[-1]
     figures = point_figures(run)
     start, end = run.result["load"]["window_seconds"]
-    assert end - start == pytest.approx(1.0, abs=0.5)
+    assert end - start >= 1.0
     rows = run.requests.to_pylist()
     inside = [row for row in rows if start <= row["scheduled_seconds"] < end]
-    assert figures["requests"] == len(inside) > 10
+    assert figures["requests"] == len(inside) > 0
     assert figures["requests_unended"] == figures["requests_failed"] == 0
     times = {row["sample_id"]: row["token_times_ns"] for row in pq.read_table(run.path / "tokens.parquet").to_pylist()}
     assert {row["sample_id"]: row["output_tokens"] for row in rows} == {id_: len(of) for id_, of in times.items()}
@@ -83,7 +83,13 @@ def test_figures_of_a_point_against_loops_over_its_rows(runs: list[Run]) -> None
     assert figures["ttft_seconds"]["p50"] == pytest.approx(float(np.median(ttft)))
     gaps = [b - a for row in inside for a, b in zip(times[row["sample_id"]], times[row["sample_id"]][1:], strict=False)]
     assert figures["itl_seconds"]["p90"] == pytest.approx(np.percentile([gap for gap in gaps if gap], 90) / 1e9)
-    assert figures["goodput"]["samples_per_second"] == pytest.approx(len(inside) / (end - start))
+    limits = run.result["ttft_limit_seconds"], run.result["tpot_limit_seconds"]
+    good = sum(
+        row["first_token_seconds"] - row["scheduled_seconds"] <= limits[0]
+        and (row["last_token_seconds"] - row["first_token_seconds"]) <= limits[1] * (row["output_tokens"] - 1)
+        for row in inside
+    )
+    assert figures["goodput"]["samples_per_second"] == pytest.approx(good / (end - start))
     assert figures["in_flight"] == pytest.approx(3, abs=0.2)
     assert sum(part["ttft_seconds"]["samples"] for part in figures["ttft_by_input_tokens"]) == len(inside)
     assert figures["user_tokens_per_second"]["p50"] == pytest.approx(1 / figures["tpot_seconds"]["p50"])
@@ -185,7 +191,7 @@ def test_a_trace_is_replayed_at_its_times(flags: list[object], tmp_path: Path) -
     document = json.loads(out)
     (point,) = document["points"]
     assert document["load_kind"] == point["kind"] == "speed"
-    assert point["requests_completed"] == point["requests"] > 10
+    assert point["requests_completed"] == point["requests"] > 0
     (run,) = [read_run(folder) for folder in next((tmp_path / "out").iterdir()).iterdir() if folder.is_dir()]
     due = np.sort(run.requests["scheduled_seconds"].to_numpy())
     assert len(due) == 40

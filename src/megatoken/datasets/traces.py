@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from megatoken.datasets.lengths import fit_lengths
 from megatoken.datasets.lines import read_lines
-from megatoken.datasets.requests import Dataset, LazyRequests
+from megatoken.datasets.requests import Dataset, LazyRows
 from megatoken.engine.request import Request
 from megatoken.errors import DatasetError
 from megatoken.text import count_of
@@ -89,7 +89,7 @@ class Trace:
         return Dataset(
             name=self.path.name,
             source=f"{self.format} trace {self.path}",
-            requests=LazyRequests(len(inputs), make),
+            requests=LazyRows(len(inputs), make),
             content_hash=self.content_hash,
             input_tokens=inputs,
             output_limits=outputs,
