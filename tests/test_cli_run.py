@@ -737,6 +737,24 @@ def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
         assert process.wait() == 1
 
 
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("megatoken pl", ["plan"]),
+        ("megatoken run --mod", ["--mode", "--model"]),
+        ("megatoken audit x --fu", ["--full"]),
+    ],
+)
+def test_the_shell_completes_commands_flags_and_keys(
+    typed: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_MEGATOKEN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+    code, out, err = call_here()
+    assert (code, out.split(), err) == (0, words, "")
+
+
 def test_the_version() -> None:
     assert call_here("--version") == (0, f"megatoken {megatoken.__version__}\n", "")
     assert call_here("nothing") == (2, "", "megatoken: No such command 'nothing'.\n")

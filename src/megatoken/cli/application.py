@@ -43,9 +43,9 @@ from megatoken.signals import handle_stop_signals, leave_at_once
 # Base of all errors that typer raises for a wrong command line; it has no public name.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 IMPORT_POLL_SECONDS = 0.02
+COMPLETION = "_MEGATOKEN_COMPLETE"
 
 app = typer.Typer(
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -143,6 +143,8 @@ def _command() -> int:
     except OSError as error:
         raise UsageError(f"the working directory is gone ({error.strerror}); change to another one") from error
     command = get_command(app)
+    if COMPLETION in os.environ:  # the shell asks for words; this answers and ends the process
+        command.main(prog_name="megatoken", complete_var=COMPLETION)
     try:
         with command.make_context("megatoken", sys.argv[1:]) as context:
             return command.invoke(context) or ExitCode.OK

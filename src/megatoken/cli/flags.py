@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer._click.shell_completion import CompletionItem
 from typer.core import TyperCommand, TyperOption
 
 from megatoken.cli.streams import standard_output
@@ -97,6 +98,12 @@ class Command(TyperCommand):
     def is_key(self, flag: str) -> bool:
         """Whether an undeclared flag is a configuration key of this command."""
         return False
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Flags that begin with ``incomplete``, those that are configuration keys too."""
+        others = sorted(f"--{name.replace('_', '-')}" for name in self.other_flags()) if incomplete[:1] == "-" else []
+        items = super().shell_complete(ctx, incomplete)
+        return [*items, *(CompletionItem(name) for name in dict.fromkeys(others) if name.startswith(incomplete))]
 
     def switches(self) -> Collection[str]:
         """Flags, with dashes, that need no value: without one they are true."""
