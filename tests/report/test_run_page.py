@@ -5,6 +5,7 @@ from pages import parsed, table_rows, words
 
 from megatoken.errors import UsageError
 from megatoken.report import write_report
+from megatoken.report.console import lines
 from megatoken.report.page import page
 from megatoken.report.views import run_view
 from megatoken.report.views.over_time import events
@@ -193,3 +194,21 @@ def test_a_damaged_folder_gets_no_page(make_run):
     with pytest.raises(UsageError, match=r"series\.parquet is missing"):
         write_report(path)
     assert not (path / "report.html").exists()
+
+
+def test_a_rate_search_answers_first(make_run):
+    tries = [(26.0, True, True, "kept its limits"), (26.35, True, False, "p99 TPOT"), (20.0, False, True, "0 of 400")]
+    search = {
+        "samples_per_second": 26.0,
+        "probes": [
+            {"run_folder": "x", "samples_per_second": rate, "full_length": full, "valid": valid, "reason": why}
+            for rate, full, valid, why in tries
+        ],
+    }
+    run = make_run(scenario="server", rate_search=search)
+    root = page_of(run)
+    answer = "highest valid rate 26 samples/s; 26.35 samples/s failed: p99 TPOT"
+    assert answer in words(root)
+    assert list(table_rows(root, "Rates tried"))[1:] == ["20", "26", "26.35"]
+    assert f"Rate search: {answer}" in [line.plain for line in lines(read_run(run), [])]
+    assert "Rate search" not in words(page_of(make_run()))

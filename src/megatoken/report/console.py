@@ -43,6 +43,7 @@ from megatoken.report.metrics import (
     verdict_badge,
 )
 from megatoken.report.views import document_view
+from megatoken.report.views.rate_search import search_answer
 from megatoken.report.words import clean, plain_text
 from megatoken.runs.run import Run
 
@@ -107,6 +108,8 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
     """The lines below the table; ``notes`` explain marks in it."""
     yield from (Text(note, style="dim") for note in notes)
     yield Text.assemble((run.verdict, TONES[verdict_badge(run.verdict).tone]), f": {meaning(run)}")
+    if answer := search_answer(run.result):
+        yield Text(f"Rate search: {answer}", "bold")
     if result := loadgen_result(run):
         yield Text(result)
     for reason in run.reasons:

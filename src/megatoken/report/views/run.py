@@ -36,6 +36,7 @@ from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks
 from megatoken.report.views.over_time import time_figures
+from megatoken.report.views.rate_search import search_blocks
 from megatoken.runs.reasons import Reason
 from megatoken.runs.run import Run
 from megatoken.text import count_of, natural, number
@@ -73,6 +74,7 @@ def run_view(run: Run) -> View:
     samples, subject = Samples.of(run.requests), _subject(run)
     terms = DEFINITIONS | {"First and last token": f"Counted from: {latency_origin(str(run.result.get('scenario')))}."}
     sections = (
+        section("Rate search", *search_blocks(run.result)),
         section("Over time", *time_figures(run)),
         section("Over samples", *_sample_figures(run, samples)),
         section("Numbers", *_metrics(run)),
