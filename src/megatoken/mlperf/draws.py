@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -104,7 +104,6 @@ def library_order(seed: int, rows: int, before_gcc_11: bool = False) -> tuple[in
     return tuple(order)
 
 
-@lru_cache(maxsize=64)
 def issued_rows(
     seed: int, library: tuple[int, ...], load: Load, count: int, before_gcc_11: bool = False
 ) -> tuple[int, ...]:
@@ -127,6 +126,17 @@ def issued_rows(
         or load.scenario not in ("Offline", "Server", "SingleStream")
     ):
         raise ValueError("these draws cannot be repeated")
+    drawn = max(count, len(library)) if load.accuracy else count  # so that logs cut at any place share one draw
+    return _issued_rows(seed, library, replace(load, min_queries=0), passes, drawn, before_gcc_11)[:count]
+
+
+@lru_cache(maxsize=64)
+def _issued_rows(
+    seed: int, library: tuple[int, ...], load: Load, passes: int, count: int, before_gcc_11: bool
+) -> tuple[int, ...]:
+    """The rows of the first ``count`` samples, where every row is issued equally often after ``passes``."""
+    if load.scenario == "Offline" and not load.permuted:
+        return library * math.ceil(count / len(library))
     draw = Twister(seed, before_gcc_11).below
     first: list[int] = []
     if load.accuracy:
@@ -141,10 +151,9 @@ def issued_rows(
         rows: list[int] = []
         while len(rows) < count:
             again = list(library)
-            if load.permuted:
-                shuffle(again, draw)
+            shuffle(again, draw)
             rows += again
-        return tuple(rows[:count])
+        return tuple(rows)
     if load.permuted:
         return tuple(library[equal[place % len(equal)]] for place in range(count))
     if load.accuracy:
