@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -18,8 +19,15 @@ from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, proce
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.repeats import check_repeats
 from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in, without_result
-from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
-from megatoken.audit.discovery import Tree, runs_in, walk
+from megatoken.audit.checks.submission import (
+    Submission,
+    check_names,
+    check_submission,
+    layout_version,
+    submissions_in,
+    system_folders,
+)
+from megatoken.audit.discovery import Tree, below, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, places
@@ -27,12 +35,12 @@ from megatoken.audit.examine import Job
 from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Severity, check, outcome
 from megatoken.audit.node_rows import node_rows
 from megatoken.audit.parallel import Progress, examine_all
-from megatoken.audit.placement import meanings, meant, scores_meant
+from megatoken.audit.placement import meanings, meant, results_above, scores_meant
 from megatoken.audit.view import RunFiles
 from megatoken.errors import ExitCode, UsageError
 from megatoken.files import UnreadableError, display, plain, read_text
 from megatoken.mlperf.detail_log import ABANDONED
-from megatoken.mlperf.rounds import known_round
+from megatoken.mlperf.rounds import has_rules, known_round
 from megatoken.runs.run import RESULT, Verdict
 from megatoken.text import count_of, utc_now
 
@@ -122,14 +130,17 @@ def read_evidence(path: Path) -> Evidence:
 def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | None, workers: int | None) -> Audit:
     submissions = submissions_in(tree)
     meaning = meanings(tree, submissions)
-    files = [meant(run, meaning) for run in runs_in(tree)]
+    run_folders = run_folders_in(tree)
+    logs = runs_in(tree)
+    placed = [run for run in logs if not meaning or results_above(run.folder, meaning) or _in(run, run_folders)]
+    apart = [run.folder for run in logs if run not in placed]
+    files = [meant(run, meaning) for run in placed]
     rules_claimed = bool(submissions or claimed)
     endpoints, endpoint_damages = endpoint_results_in(tree, claimed, rules_claimed)
-    run_folders = run_folders_in(tree)
     if not files and not endpoints and not endpoint_damages and not run_folders:
         raise _nothing_to_audit(tree, path)
     ledger = Ledger()
-    systems, damages = systems_in(tree)
+    systems, damages = systems_in(tree, system_folders(submissions))
     for file, damage in damages:
         ledger.add(system_checks.readable(file, damage.what, damage.line))
     for file, damage in endpoint_damages:
@@ -175,7 +186,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(system_checks.check_versions_elsewhere(systems, _readmes(tree)))
         together = _together(evidence)
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
-    notes = _notes(tree, evidence, claimed, interrupted, len(files), len(endpoints))
+    notes = _notes(tree, evidence, claimed, interrupted, len(files), len(endpoints), apart)
     return Audit(evidence, ledger.findings(), together, notes)
 
 
@@ -197,11 +208,11 @@ def _check_evidence(
     yield from check_rounds(evidence)
     if submissions:
         yield from check_names(tree)
-        described_apart = any(path.endswith("measurements") for path in tree.folders)
-        version = 6 if (evidence.round or ("v5" if described_apart else "v6")).startswith("v6") else 5
         for one in submissions:
-            yield from check_submission(tree, one, evidence.systems, version)
-        yield from check_systems_apart(evidence.performance_runs)
+            round_ = claimed or _round_of(one, evidence.performance_runs)
+            version = (6 if claimed.startswith("v6") else 5) if claimed else layout_version(tree, one, round_)
+            yield from check_submission(tree, one, evidence.systems, version, ruled=has_rules(round_))
+        yield from check_systems_apart(evidence.runs)
     elif claimed:
         yield from check_layout(evidence, tree.files)
     ending = f"/accuracy/{ACCURACY}"
@@ -212,6 +223,16 @@ def _check_evidence(
     for configuration in evidence.configurations:
         yield from system_checks.configured_rate(configuration, evidence.performance_runs)
         yield from system_checks.parallelism(configuration)
+
+
+def _round_of(one: Submission, runs: Sequence[Run]) -> str | None:
+    """The round of most seeds of its results."""
+    mine = Counter(run.figures.round for run in runs if run.path.startswith(display(below(one.path, "results/"))))
+    return mine.most_common(1)[0][0] if mine else None
+
+
+def _in(run: RunFiles, run_folders: Sequence[str]) -> bool:
+    return owner(run.folder, set(run_folders)) is not None
 
 
 @check("tree.unreadable", "Folders that cannot be read", "Their contents were not audited.")
@@ -275,7 +296,13 @@ def _readmes(tree: Tree) -> dict[str, str]:
 
 
 def _notes(
-    tree: Tree, evidence: Evidence, claimed: str | None, interrupted: Mapping[str, str], logs: int, endpoints: int
+    tree: Tree,
+    evidence: Evidence,
+    claimed: str | None,
+    interrupted: Mapping[str, str],
+    logs: int,
+    endpoints: int,
+    apart: Sequence[str],
 ) -> tuple[str, ...]:
     above = {folder: owner(folder.rpartition("/")[0], interrupted.keys() - {folder}) for folder in interrupted}
     whole = [folder for folder, holder in above.items() if holder is None]
@@ -284,6 +311,9 @@ def _notes(
         notes.append(f"{count_of(len(whole) - MOST_INTERRUPTED, 'more run')} {Verdict.INTERRUPTED}")
     held = f"{count_of(len(tree.files), 'file')}, {count_of(logs, 'set')} of LoadGen's logs"
     notes.append(held + (f", {count_of(endpoints, 'result')} of MLPerf Endpoints" if endpoints else ""))
+    if apart:
+        held = count_of(len(apart), "set")
+        notes.append(f"{held} of logs outside results and compliance, not audited, the first in {display(apart[0])}")
     if evidence.kind != "submission":
         weight = f"weigh as those of {claimed}" if claimed else "are notes unless a round is claimed"
         notes.append(f"no MLPerf submission: rules that a run does not meet {weight}")

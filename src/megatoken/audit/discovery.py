@@ -195,6 +195,7 @@ def place_of(parts: Sequence[str], inside: int) -> Place:
             index = _last(parts, name)
             if index >= 2 and parts[index - 2] in DIVISIONS:
                 submitter, division = parts[index - 1], parts[index - 2]
+                role = Role.COMPLIANCE if name == "compliance" else role
                 break
     return Place(role, node, benchmark, scenario, system, submitter, division)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -34,6 +34,7 @@ _NAMES = {
     "min_duration_ms": ["min_duration_ms", "min_duration"],
 }
 _USUAL = {spelling: name for name, spellings in _NAMES.items() for spelling in spellings}
+COMPLIANCE_TEST = re.compile(r"(?:^|/)TEST\d\d/")
 _SYSTEM = re.compile(r"(?:^|/)systems/[^/]*\.json\Z")
 _LITERAL = r"""('[^'\n]{0,200}'|"[^"\n]{0,200}"|-?\d+(?:_\d+)*(?:\.\d+)?(?:e-?\d+)?|True|False|None)"""
 _ASSIGNMENT = re.compile(rf"""['"]?([A-Za-z_][\w.-]{{0,80}})['"]?\s*[:=]\s*{_LITERAL}\s*(?=[,}})#\n]|$)""")
@@ -65,9 +66,11 @@ def json_documents(tree: Tree, paths: Iterable[str]) -> tuple[dict[str, Document
     return found, damages
 
 
-def systems_in(tree: Tree) -> tuple[list[System], list[tuple[str, Damage]]]:
-    """Every ``systems/<name>.json``, and the defects of those files."""
-    documents, damages = json_documents(tree, filter(_SYSTEM.search, tree.files))
+def systems_in(tree: Tree, folders: Collection[str]) -> tuple[list[System], list[tuple[str, Damage]]]:
+    """Every ``systems/<name>.json``, of submissions only those in their ``folders``, and the defects of those files."""
+    paths = [path for path in tree.files if _SYSTEM.search(path)]
+    mine = [path for path in paths if path.rpartition("/")[0] in folders] if folders else paths
+    documents, damages = json_documents(tree, mine)
     return [System(one.path, one.values, one.source_lines) for one in documents.values()], damages
 
 
@@ -106,9 +109,10 @@ def user_conf_of(tree: Tree, folder: str) -> str | None:
 
 
 def accuracy_results_in(tree: Tree) -> list[AccuracyResult]:
-    """Every accuracy.txt that can be read."""
+    """Every accuracy.txt that can be read, except of compliance tests, which keep other contents in it."""
     results = []
-    for path in sorted((path for path in tree.files if path.rpartition("/")[2] == "accuracy.txt"), key=natural):
+    named = [path for path in tree.files if path.rpartition("/")[2] == "accuracy.txt"]
+    for path in sorted((path for path in named if not COMPLIANCE_TEST.search(path)), key=natural):
         with suppress(UnreadableError):
             read, parts = read_accuracy_scores(tree.path(path)), path.split("/")
             results.append(AccuracyResult(display(path), parts[-4] if len(parts) > 3 else None, read.scores, read.hash))

@@ -134,6 +134,7 @@ class AccuracyResult:
     benchmark: str | None
     scores: Mapping[str, float]
     hash: str | None
+    division: str | None = None  # of the submission that it is part of
 
 
 @dataclass(frozen=True, slots=True)

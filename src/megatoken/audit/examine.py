@@ -19,6 +19,7 @@ from megatoken.files import UnreadableError, display, read_text
 from megatoken.mlperf.accuracy_log import AccuracyLog, read_accuracy_log
 from megatoken.mlperf.benchmarks import benchmark_of
 from megatoken.mlperf.detail_log import ABANDONED, LIBRARY_SET, DetailLog, read_detail_log
+from megatoken.mlperf.rounds import has_rules
 from megatoken.mlperf.run_figures import RunFigures, run_figures, samples_answers
 from megatoken.mlperf.summary_log import read_summary_log
 
@@ -124,7 +125,8 @@ def _examine(job: Job) -> Examined:
         files = replace(files, role=Role.ACCURACY)
     if files.role is Role.PERFORMANCE and files.division is None and samples_answers(detail):
         files = replace(files, role=Role.COMPLIANCE)  # where no folder says what the run is
-    benchmark = benchmark_of(job.files.benchmark, figures.data_set_rows, job.round)
+    ruled = has_rules(job.round or figures.round)
+    benchmark = benchmark_of(job.files.benchmark, figures.data_set_rows, job.round) if ruled else None
     view = RunView(
         files=files,
         detail=detail,

@@ -24,6 +24,8 @@ class Meaning:
 
     system: str
     benchmark: str
+    division: str
+    is_result: bool  # not of compliance tests
 
 
 def benchmark_names(tree: Tree, one: Submission) -> dict[str, str]:
@@ -40,8 +42,9 @@ def meanings(tree: Tree, submissions: Sequence[Submission]) -> dict[str, Meaning
     for one in submissions:
         names = benchmark_names(tree, one)
         for (system, model, scenario), folder in one.results.items():
-            meaning = Meaning(system, names[model])
-            found[folder] = found[below(one.path, f"compliance/{system}/{model}/{scenario}")] = meaning
+            tested = below(one.path, f"compliance/{system}/{model}/{scenario}")
+            found[tested] = Meaning(system, names[model], one.division, is_result=False)
+            found[folder] = Meaning(system, names[model], one.division, is_result=True)
     return found
 
 
@@ -63,8 +66,11 @@ def meant(run: RunFiles, known: Mapping[str, Meaning]) -> RunFiles:
 
 
 def scores_meant(results: Iterable[AccuracyResult], known: Mapping[str, Meaning]) -> Iterator[AccuracyResult]:
-    """The scores with the benchmarks of their folders."""
-    displayed = {display(folder): meaning for folder, meaning in known.items()}
+    """The scores with the benchmarks of their folders; of a submission only those of its accuracy runs."""
+    displayed = {f"{display(folder)}/accuracy": meaning for folder, meaning in known.items() if meaning.is_result}
     for result in results:
-        place = results_above(result.path.rpartition("/")[0], displayed)
-        yield result if place is None else replace(result, benchmark=displayed[place].benchmark)
+        meaning = displayed.get(result.path.rpartition("/")[0])
+        if meaning is not None:
+            yield replace(result, benchmark=meaning.benchmark, division=meaning.division)
+        elif not known:
+            yield result

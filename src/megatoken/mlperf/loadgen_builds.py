@@ -57,6 +57,11 @@ def is_known_version(version: str | None) -> bool:
     return min(known) <= number <= max(known)
 
 
+def is_older(version: str | None) -> bool:
+    """Whether the version is older than all whose sources are known: what follows from those does not apply to it."""
+    return () < version_number(version) < min(version_number(build.version) for build in builds())
+
+
 @cache
 def _table() -> dict[str, Any]:
     return load_table("loadgen_builds.json")

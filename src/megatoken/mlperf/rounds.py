@@ -45,6 +45,11 @@ def ruled_rounds() -> tuple[str, ...]:
     return tuple(name for name in round_seeds() if name in ruled)
 
 
+def has_rules(round: str | None) -> bool:
+    """False for a round of which only the seeds are known, so that the rules of other rounds are not applied to it."""
+    return round not in round_seeds() or round in ruled_rounds()
+
+
 def known_round(name: str, among: Sequence[str] | None = None) -> str:
     """``name`` as the tables spell it.
 

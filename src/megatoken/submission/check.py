@@ -11,7 +11,13 @@ from typing import Any
 from megatoken.audit.checks.cross import check_accuracy_evidence
 from megatoken.audit.checks.nodes import check_systems_apart
 from megatoken.audit.checks.power import power_of
-from megatoken.audit.checks.submission import Submission, check_submission, submissions_in
+from megatoken.audit.checks.submission import (
+    Submission,
+    check_submission,
+    layout_version,
+    submissions_in,
+    system_folders,
+)
 from megatoken.audit.checks.systems import check_system
 from megatoken.audit.discovery import Tree, below, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, systems_in, user_conf_of
@@ -148,10 +154,10 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     if not submissions:
         raise UsageError(f"{path}: no submission below it; expected closed/SUBMITTER/results/SYSTEM or open/...")
     wanted = supported_round(round) if round else None
-    systems, damages = systems_in(tree)
+    systems, damages = systems_in(tree, system_folders(submissions))
     known = meanings(tree, submissions)
     files = [meant(run, known) for run in runs_in(tree) if _is_read(run, known)]
-    chosen = wanted or _round_of(tree, files)
+    chosen = wanted or _round_of(tree, files, submissions)
     judge, runs = Judge(tree, submissions, layout_of(chosen).version), []
 
     def job(run: RunFiles) -> Job:
@@ -169,7 +175,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     scores = tuple(scores_meant(accuracy_results_in(tree), known))
     evidence = Evidence(str(path), "submission", chosen, tuple(runs), tuple(systems), accuracy_results=scores)
     judge.take(check_accuracy_evidence(evidence, claimed=True))
-    judge.take(check_systems_apart(evidence.performance_runs))
+    judge.take(check_systems_apart(evidence.runs))
     judge.take(check_files(tree))
     judge.take(_unreadable(tree))
     judge.take(check_to_fill(tree))
@@ -229,16 +235,23 @@ def _system_of(run: RunFiles, systems: Sequence[System]) -> str | None:
     return next(mine, None)
 
 
-def _round_of(tree: Tree, files: Sequence[RunFiles]) -> str:
-    """The round of most seeds in the first runs; without seeds, the newest round of the layout."""
+def _round_of(tree: Tree, files: Sequence[RunFiles], submissions: Sequence[Submission]) -> str:
+    """The round of most seeds in the first runs; without seeds, the newest round of the layout.
+
+    Raises UsageError: the rules of that round are not known here.
+    """
     rounds: Counter[str] = Counter()
     for run in [run for run in files if run.role is Role.PERFORMANCE][:MOST_LOGS_ASKED]:
         try:
             found = round_of(read_detail_log(tree.path(run.detail))) if run.detail else None
         except UnreadableError:
             continue
-        if found in ROUNDS:
+        if found is not None:
             rounds[found] += 1
     if rounds:
-        return rounds.most_common(1)[0][0]
-    return "v5.1" if any(folder.endswith("measurements") for folder in tree.folders) else "v6.1"
+        name = rounds.most_common(1)[0][0]
+        if name not in ROUNDS:
+            others = f"give --round {', '.join(ROUNDS[:-1])} or {ROUNDS[-1]} to apply the rules of another round"
+            raise UsageError(f"{tree.root}: its seeds are those of {name}, whose rules are not known here; {others}")
+        return name
+    return "v5.1" if any(layout_version(tree, one, None) == 5 for one in submissions) else "v6.1"

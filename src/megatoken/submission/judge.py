@@ -86,10 +86,8 @@ class Judge:
     def _problem(self, observation: Observation, run: Run | None) -> Problem | None:
         of_accuracy = run is not None and run.role is Role.ACCURACY
         rule = rules().get(observation.id)
-        if of_accuracy:
-            rule = rules().get(f"{observation.id} of accuracy", rule)
-        if of_accuracy and observation.id == "rules.seeds":
-            rule = None  # neither version tests the seeds of accuracy runs
+        if of_accuracy and observation.id.startswith("rules."):
+            rule = rules().get(f"{observation.id} of accuracy")  # neither version tests other settings of these runs
         if run is not None and run.role is Role.RANGING:
             rule = None  # covered by the power checks
         if rule is None:

@@ -11,6 +11,7 @@ from megatoken.audit.checks.accuracy import ID_BYTES
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.mlperf.benchmarks import Benchmark, benchmark_of, benchmarks
+from megatoken.mlperf.rounds import has_rules
 from megatoken.text import count_of
 
 TOKENS_TOLERANCE = 0.10
@@ -61,9 +62,9 @@ def check_accuracy_evidence(
     for result in evidence.accuracy_results:
         yield from scored_log(result, evidence)
         benchmark = benchmark_of(result.benchmark, None) if result.benchmark else None
-        if benchmark is None:
+        if benchmark is None or not has_rules(evidence.round):
             continue
-        closed = Severity.FAIL if "/open/" not in f"/{result.path}" else Severity.NOTE
+        closed = Severity.NOTE if result.division == "open" else Severity.FAIL
         yield from scores(result, benchmark, closed)
         if evidence.kind == "submission":
             yield from scored_hash(result, closed)

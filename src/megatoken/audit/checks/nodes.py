@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from megatoken.analysis.aggregation import SIMULTANEOUS_SHARE, Aggregate
-from megatoken.audit.evidence import Evidence, Run
+from megatoken.audit.evidence import Evidence, Role, Run
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.text import count_of
 
@@ -101,8 +101,14 @@ def same_beginnings(runs: Iterable[Run]) -> list[list[Run]]:
 
 @check("submission.copies", "No run is submitted for two systems", "One measurement was submitted for two systems.")
 def check_systems_apart(runs: Sequence[Run]) -> Iterator[Outcome]:
-    """One run may be submitted for two benchmarks that differ in their accuracy, but not for two systems."""
-    for group in same_beginnings(runs):
+    """One run may be submitted for two benchmarks that differ in their accuracy, but not for two systems.
+
+    Logs of one run begin at the same moments, and have the same latencies where process ids were changed.
+    """
+    timed = [run for run in runs if run.role is Role.PERFORMANCE]
+    alike = [group for group in _groups(timed, _longest_and_mean) if len(group) > 1]
+    groups = {frozenset(run.path for run in group): group for group in (*same_beginnings(runs), *alike)}
+    for group in groups.values():
         systems = {f"{run.submitter or ''} {run.node}".strip(): run for run in group}
         if len(systems) > 1:
             found = shown(f"{', '.join(systems) if len(systems) <= 6 else len(systems)} have logs of one run")

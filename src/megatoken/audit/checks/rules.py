@@ -17,8 +17,8 @@ Subject = RunView | EndpointResult
 
 
 def _any_run(run: Subject) -> bool:
-    """Compliance tests have settings of their own."""
-    return run.files.role is not Role.COMPLIANCE and (run.scenario or run.figures.mode) is not None
+    """Compliance tests have settings of their own, and a ranging run only finds the range of the power meter."""
+    return run.files.role not in (Role.COMPLIANCE, Role.RANGING) and (run.scenario or run.figures.mode) is not None
 
 
 def _timed(run: Subject) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatoken.audit.discovery import DIVISIONS, Tree, below
@@ -61,8 +61,27 @@ def submissions_in(tree: Tree) -> list[Submission]:
     return [entry for _, entry in sorted(found.items()) if entry.results]
 
 
-def check_submission(tree: Tree, one: Submission, systems: Sequence[System], version: int) -> Iterator[Observation]:
-    """One submitter's results, in the layout of ``version`` 5 or 6; ``systems`` are all that were described."""
+def system_folders(submissions: Iterable[Submission]) -> list[str]:
+    """Where the systems of submissions are described; other folders of that name hold inputs of their code."""
+    return [below(one.path, "systems") for one in submissions]
+
+
+def layout_version(tree: Tree, one: Submission, round: str | None) -> int:
+    """5 or 6, by where the runs are described, otherwise by the round."""
+    if any(f"{folder}/measurements.json" in tree.files for folder in one.results.values()):
+        return 6
+    if below(one.path, "measurements") in tree.folders:
+        return 5
+    return 6 if round is None or round.startswith("v6") else 5
+
+
+def check_submission(
+    tree: Tree, one: Submission, systems: Sequence[System], version: int, *, ruled: bool = True
+) -> Iterator[Observation]:
+    """One submitter's results, in the layout of ``version`` 5 or 6; ``systems`` are all that were described.
+
+    Where the rules of the round are not known (``ruled``), what only they demand is not checked.
+    """
     mine = {system.name: system for system in systems if system.path.startswith(below(one.path, "systems/"))}
     scenarios: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, folder in sorted(one.results.items()):
@@ -75,8 +94,8 @@ def check_submission(tree: Tree, one: Submission, systems: Sequence[System], ver
         yield from accuracy(tree, folder, version)
         described = folder if version == 6 else below(one.path, f"measurements/{'/'.join(key)}")
         yield from measurements(tree, described, version)
-        yield from measurement_keys(tree, described, version)
-        if one.division in ("closed", "network"):
+        yield from measurement_keys(tree, described, version, key[0])
+        if ruled and one.division in ("closed", "network"):
             tested = folder if version == 6 else below(one.path, f"compliance/{'/'.join(key)}")
             yield from compliance(tree, tested, key[1])
     if version == 5:
@@ -85,10 +104,11 @@ def check_submission(tree: Tree, one: Submission, systems: Sequence[System], ver
     for system in mine.values():
         yield from network(one, system)
         yield from owner(one, system)
-    for (system_name, benchmark), names in scenarios.items():
-        yield from required_scenarios(one, system_name, benchmark, names, mine.get(system_name))
     yield from code(tree, one, version)
-    yield from calibration(tree, one, version)
+    if ruled:
+        for (system_name, benchmark), names in scenarios.items():
+            yield from required_scenarios(one, system_name, benchmark, names, mine.get(system_name))
+        yield from calibration(tree, one, version)
 
 
 def _complete(missing: str, expected: str, path: str) -> Outcome:
@@ -180,30 +200,33 @@ def accuracy(tree: Tree, folder: str, version: int) -> Outcome:
 def measurements(tree: Tree, place: str, version: int) -> Outcome:
     wanted = ("user.conf", "README.md")
     missing = [name for name in wanted if not tree.files.get(f"{place}/{name}")]
-    if not _descriptions(tree, place, version):
+    if not _descriptions(tree, place, version, ""):
         missing.append("a JSON description")
     expected = f"user.conf, README.md and a description in {'results' if version == 6 else 'measurements'}"
     return _complete(parts(missing_or_empty=missing), expected, place)
 
 
-def _descriptions(tree: Tree, place: str, version: int) -> list[str]:
-    names = tree.children(place)
-    return [name for name in names if name.endswith(".json") and (version == 5 or name == "measurements.json")]
+def _descriptions(tree: Tree, place: str, version: int, system: str) -> list[str]:
+    """The JSON files that describe the runs: in v5 those named after the system, among other files."""
+    names = [name for name in tree.children(place) if name.endswith(".json")]
+    if version == 6:
+        return [name for name in names if name == "measurements.json"]
+    return [name for name in names if name.startswith(system)]
 
 
 def _without_results(tree: Tree, one: Submission) -> Iterator[Outcome]:
-    """Descriptions of v5 that belong to no result."""
-    start = below(one.path, "measurements/")
+    """Systems whose runs v5 describes and that have no results; a scenario that was withdrawn may stay described."""
+    start, tested = below(one.path, "measurements/"), {system for system, _, _ in one.results}
     for folder in sorted(folder for folder in tree.folders if folder.startswith(start)):
-        key = tuple(folder.removeprefix(start).split("/"))
-        if len(key) == 3 and key not in one.results:
-            found = shown(f"no results of {'/'.join(key)}")
-            yield outcome(False, "results of each run that is described", found, places(folder))
+        system = folder.removeprefix(start)
+        if "/" not in system and system not in tested:
+            found = shown(f"no results of {system}")
+            yield outcome(False, "results of each system whose runs are described", found, places(folder))
 
 
 @check("submission.measurement_keys", "The description is complete", "Data types and weights decide comparability.")
-def measurement_keys(tree: Tree, place: str, version: int) -> Iterator[Outcome]:
-    for name in _descriptions(tree, place, version):
+def measurement_keys(tree: Tree, place: str, version: int, system: str) -> Iterator[Outcome]:
+    for name in _descriptions(tree, place, version, system):
         try:
             described = json_document(tree, f"{place}/{name}")
         except UnreadableError as error:
@@ -281,7 +304,7 @@ def required_scenarios(
 @check("submission.code", "The code is there", "It shows how to repeat the run.")
 def code(tree: Tree, one: Submission, version: int) -> Outcome:
     folder = below(one.path, "code" if version == 5 else "src")
-    there = folder in tree.folders
+    there = folder in tree.folders or folder in tree.folder_links
     return outcome(there, f"a folder {folder.rpartition('/')[2]}", folder if there else "none", places(folder))
 
 

@@ -14,7 +14,10 @@ from megatoken.text import is_number
 GB_PER_UNIT = {"TB": 1000.0, "TIB": 1099.511627776, "GB": 1.0, "GIB": 1.073741824, "MB": 1e-3, "MIB": 1.048576e-3}
 MEMORY_TOLERANCE = 0.075  # 80 GB and 80 GiB are used for each other
 _SIZE = re.compile(r"(\d[\d,]{0,12}(?:\.\d{1,9})?)\s{0,3}(TiB|GiB|MiB|TB|GB|MB)\b", re.IGNORECASE)
+_NO_PART = ("N/A", "NA", "NONE", "-")
 _WATTS = re.compile(r"\b(?:TGP|TDP)\D{0,20}?(\d{3,4})\s{0,3}W\b|\b(\d{3,4})\s{0,3}W\s{0,3}(?:TGP|TDP)\b", re.IGNORECASE)
+# Words that make a size that of one module, or of one node, and not of the host.
+_COUNTED = re.compile(r"\d\s*[x×*]|[x×*]\s*\d|\b(?:each|per|slots?|DIMMs?|RDIMMs?|modules?|channels?)\b", re.IGNORECASE)
 _SOFTWARE = re.compile(
     r"\b(TensorRT[ -]?LLM|TensorRT|CUDA|cuDNN|driver|vLLM|PyTorch|ROCm|NCCL)[ :=v]{1,3}"
     r"(\d+(?:\.\d+)+(?:[.]?(?:rc|dev|post)\d*)?)",
@@ -30,7 +33,7 @@ def check_system(system: System, submission: bool) -> Iterator[Observation]:
     unmet = Severity.FAIL if submission else Severity.NOTE
     yield from keys(system, unmet)
     yield from values(system, unmet)
-    for one in (name, part_memory, part_power, host_memory, software):
+    for one in (name, part_named_alike, accelerator_count, part_memory, part_power, host_memory, software):
         yield from one(system)
 
 
@@ -40,13 +43,16 @@ def readable(path: str, what: str, line: int | None = None) -> Outcome:
 
 
 @check("system.keys", "The system description is complete", "MLPerf asks for these facts.")
-def keys(system: System, unmet: Severity) -> Outcome:
+def keys(system: System, unmet: Severity) -> Iterator[Outcome]:
     missing = [key for key in rules()["system_keys"] if key not in system.values]
-    empty = [key for key in rules()["system_keys_not_empty"] if key in system.values and not _filled(system, key)]
+    empty = [key for key in rules()["system_keys_not_empty"] if not system.values.get(key, True)]
     found = shown(parts(missing=missing, empty=empty)) or "all keys"
     where = (system.where(), *(system.where(key) for key in empty))
     expected = "every key that MLPerf asks for, and a value where it asks for one"
-    return outcome(not missing and not empty, expected, found, where, unmet)
+    yield outcome(not missing and not empty, expected, found, where, unmet)
+    blank = [key for key in rules()["system_keys_not_empty"] if str(system.values.get(key, "x")).isspace()]
+    if blank:  # MLCommons' checker takes a blank for a value
+        yield Outcome(Severity.NOTE, expected, shown(f"blank: {', '.join(blank)}"), tuple(map(system.where, blank)))
 
 
 @check("system.values", "Status and type are allowed ones", "MLPerf allows no others.")
@@ -74,8 +80,47 @@ def part_named(name: str) -> Mapping[str, str] | None:
     return max(found, key=lambda row: len(row["gpu"]), default=None)
 
 
+@check("system.part_name", "Accelerator and the system's name", "Another part was measured than is described.")
+def part_named_alike(system: System) -> Outcome | None:
+    """The parts that the name of the file names, by which results refer to the system."""
+    part = part_named(system.accelerator or "")
+    named = {row["gpu"] for row in load_csv("gpu_specs.csv") if _in_name(row["gpu"]).search(system.name)}
+    if part is None or not named:
+        return None
+    where = (system.where(), system.where("accelerator_model_name"))
+    expected = f"{' or '.join(sorted(named))}, as the system {shown(system.name)} is named"
+    holds = any(part["gpu"].startswith(gpu) or gpu.startswith(part["gpu"]) for gpu in named)
+    return outcome(holds, expected, shown(system.accelerator), where, Severity.WARN)
+
+
+@check("system.accelerator_count", "Accelerators and the system's name", "Rates per accelerator are divided by it.")
+def accelerator_count(system: System) -> Outcome | None:
+    """Numbers such as 8x in front of the part's name, or x8 behind it, count those of a node or of all nodes."""
+    matches = (_in_name(row["gpu"]).search(system.name) for row in load_csv("gpu_specs.csv"))
+    counts = [int(match.group(1) or match.group(2)) for match in matches if match and any(match.groups())]
+    per_node, nodes = system.accelerators_per_node, system.nodes or 1
+    if not counts or not per_node:
+        return None
+    where = (system.where("accelerators_per_node"), system.where("number_of_nodes"))
+    total = per_node * nodes
+    expected = f"{sum(counts)} accelerators, as the system {shown(system.name)} is named"
+    holds = per_node in counts or total - per_node < sum(counts) <= total  # not every node needs to have all
+    return outcome(holds, expected, f"{per_node} a node, {total} in all", where, Severity.WARN)
+
+
+def _in_name(gpu: str) -> re.Pattern[str]:
+    """A part in the name of a system, with the count in front of it or behind it."""
+    before, after = (
+        r"(?:(?<![0-9A-Za-z])(\d{1,5})x[-_]?|(?<![0-9A-Za-z]))",
+        r"(?:[-_A-Za-z0-9]*?GB)?x(\d{1,5})(?![0-9A-Za-z])",
+    )
+    return re.compile(rf"{before}{re.escape(gpu)}(?![0-9])(?:{after})?")
+
+
 @check("system.part_memory", "Memory of the accelerator", "Another memory is another part.")
-def part_memory(system: System) -> Outcome:
+def part_memory(system: System) -> Outcome | None:
+    if system.accelerators_per_node == 0 or (system.accelerator or "N/A").strip().upper() in _NO_PART:
+        return None
     part = part_named(system.accelerator or "")
     if part is None:
         found = f"{shown(system.accelerator or 'no accelerator')}: this part is not in the shipped table"
@@ -108,9 +153,10 @@ def host_memory(system: System) -> Outcome | None:
     one, other = (_first_gb(system, key) for key in keys)
     if one is None or other is None:
         return None
-    multiple = re.match(r"\s*(\d{1,3})\s*[x×]", str(system.values[keys[1]]))
-    total = other * (int(multiple.group(1)) if multiple else 1)
-    holds, otherwise = _near(one, total) or _near(one, other), Severity.NOTE if multiple else Severity.WARN
+    count = _COUNTED.search(str(system.values[keys[1]]))
+    multiple = one / other if count else 1.0  # modules are counted per socket, per node or in all
+    whole = round(multiple)
+    holds, otherwise = whole > 0 and _near(one, whole * other), Severity.NOTE if count else Severity.WARN
     found = shown("; ".join(f"{key}: {system.values[key]}" for key in keys))
     return outcome(holds, "one amount of host memory", found, tuple(map(system.where, keys)), otherwise)
 
