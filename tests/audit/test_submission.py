@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from power_session import write_session
 from megatoken.audit import Severity, audit
 from megatoken.audit.checks.submission import Submission, network
 from megatoken.audit.evidence import System
-from megatoken.mlperf.rounds import rules
+from megatoken.mlperf.rounds import round_seeds, rules
 
 LOGS = ("mlperf_log_detail.txt", "mlperf_log_summary.txt", "mlperf_log_accuracy.json")
 KEY = "sys/llama2-70b-99.9/Offline"
@@ -255,7 +256,9 @@ def test_what_belongs_to_nothing(tree):
     assert "submission.performance" in grave(root)
     shutil.rmtree(performance / "run_2")
     if layout == "v5":
-        write(root / "closed/Vendor/measurements/sys/llama2-70b-99.9/Interactive/README.md", "planned\n")
+        write(root / "closed/Vendor/measurements/sys/llama2-70b-99.9/Interactive/README.md", "withdrawn\n")
+        assert grave(root) == set()
+        write(root / "closed/Vendor/measurements/other/llama2-70b-99.9/Offline/README.md", "planned\n")
         assert grave(root) == {"submission.measurements"}
 
 
@@ -416,3 +419,75 @@ def test_what_mlcommons_checker_lets_be(tree):
         system = System("systems/sys.json", {"is_network": "true"}, {})
         (found,) = network(one, system)
         assert (found.severity is Severity.PASS) is holds
+
+
+def test_only_results_are_audited_as_results(tree, originals):
+    """Code, documents and compliance tests may hold logs, scores and descriptions of anything."""
+    root, layout = tree
+    vendor = root / "closed/Vendor"
+    code = vendor / ("code" if layout == "v5" else "src")
+    shutil.copytree(originals("Offline", "PerformanceOnly"), code / "warm_up/run")
+    write(code / "common/systems/custom_list.json", "{}")
+    write(code / "old/measurements/notes.md", "a folder that is named so says nothing of the layout\n")
+    write(place(tree, f"compliance/{KEY}/TEST06/accuracy/accuracy.txt"), "hash=0123abc\n")
+    shutil.copy(originals("Offline", "PerformanceOnly") / LOGS[2], vendor / "mlperf_log_accuracy_baseline.json")
+    if layout == "v5":
+        write(vendor / f"measurements/{KEY}/cpu_info.json", "{}")
+    assert grave(root) == set()
+    assert any("2 sets of logs outside results" in note for note in audit(root).notes)
+
+
+def test_a_linked_folder_of_code(tree):
+    root, layout = tree
+    code = root / "closed/Vendor" / ("code" if layout == "v5" else "src")
+    code.rename(root / "closed/Vendor/implementation")
+    assert grave(root) == {"submission.code"}
+    code.symlink_to("implementation")
+    assert grave(root) == set()
+
+
+def test_a_ranging_run_breaks_no_rules(tree, originals):
+    root, _ = tree
+    performance = place(tree, f"results/{KEY}/performance")
+    shutil.copytree(performance / "run_1", performance / "ranging")
+    log = performance / "ranging" / LOGS[0]
+    log.write_text(
+        log.read_text().replace('"result_validity", "value": "VALID"', '"result_validity", "value": "INVALID"')
+    )
+    assert not {one for one in grave(root) if one.startswith("rules.")}
+
+
+def test_copies_of_another_submitter(tree):
+    """An accuracy folder as it is, and a performance run under other process and thread ids."""
+    root, _ = tree
+    shutil.copytree(root / "closed/Vendor", root / "closed/Copyist")
+    described = root / "closed/Copyist/systems/sys.json"
+    described.write_text(json.dumps({**SYSTEM, "submitter": "Copyist"}))
+    results = root / "closed/Copyist/results" / KEY.rpartition("/")[0]
+    for log in results.glob("*/performance/run_1/mlperf_log_detail.txt"):
+        log.write_text(re.sub(r'("pid": )\d+|("tid": )\d+', lambda found: f"{found[1] or found[2]}7", log.read_text()))
+
+    def copied() -> list[str]:
+        findings = [item for item in audit(root).findings if item.id == "submission.copies"]
+        return [where.file for item in findings for where in item.where]
+
+    assert {file.split("/")[-2] for file in copied()} == {"run_1", "accuracy"}
+    for folder in results.glob("*/performance"):
+        shutil.rmtree(folder)
+    assert {file.split("/")[-2] for file in copied()} == {"accuracy"}
+
+
+def test_the_seeds_of_v4_1_bring_no_rules_of_later_rounds(tree):
+    """Only the seeds of that round are known, and the audit says so."""
+    root, _ = tree
+    if tree[1] == "v6":
+        pytest.skip("v4.1 has the layout of v5")
+    for log in root.rglob("mlperf_log_detail.txt"):
+        text = log.read_text()
+        for name, value in round_seeds()["v4.1"]._asdict().items():
+            text = re.sub(rf'(_{name}_rng_seed", "value": )\d+', rf"\g<1>{value}", text)
+        log.write_text(text)
+    found = {item.id: item for item in audit(root).findings if item.severity is not Severity.PASS}
+    assert found["rules.benchmark"].severity is Severity.UNKNOWN and "v4.1" in found["rules.benchmark"].found
+    applied = {"rules.data_set", "rules.sample_count", "rules.offline_samples", "rules.tokens_per_sample"}
+    assert not applied & found.keys() and "submission.required_scenarios" not in found

@@ -107,7 +107,8 @@ def check_systems_apart(runs: Sequence[Run]) -> Iterator[Outcome]:
     """
     timed = [run for run in runs if run.role is Role.PERFORMANCE]
     alike = [group for group in _groups(timed, _longest_and_mean) if len(group) > 1]
-    groups = {frozenset(run.path for run in group): group for group in (*same_beginnings(runs), *alike)}
+    begun = same_beginnings(run for run in runs if run.role in (Role.PERFORMANCE, Role.ACCURACY))
+    groups = {frozenset(run.path for run in group): group for group in (*begun, *alike)}
     for group in groups.values():
         systems = {f"{run.submitter or ''} {run.node}".strip(): run for run in group}
         if len(systems) > 1:

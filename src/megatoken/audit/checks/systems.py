@@ -16,8 +16,10 @@ MEMORY_TOLERANCE = 0.075  # 80 GB and 80 GiB are used for each other
 _SIZE = re.compile(r"(\d[\d,]{0,12}(?:\.\d{1,9})?)\s{0,3}(TiB|GiB|MiB|TB|GB|MB)\b", re.IGNORECASE)
 _NO_PART = ("N/A", "NA", "NONE", "-")
 _WATTS = re.compile(r"\b(?:TGP|TDP)\D{0,20}?(\d{3,4})\s{0,3}W\b|\b(\d{3,4})\s{0,3}W\s{0,3}(?:TGP|TDP)\b", re.IGNORECASE)
-# Words that make a size that of one module, or of one node, and not of the host.
-_COUNTED = re.compile(r"\d\s*[x×*]|[x×*]\s*\d|\b(?:each|per|slots?|DIMMs?|RDIMMs?|modules?|channels?)\b", re.IGNORECASE)
+# Words that make a size that of one module, and not of the host; modules are counted per socket, per node or in all.
+_COUNTED = re.compile(
+    r"[\dB]\s*[x×*]\s*\d|(?<!for )\beach\b|\b(?:per|slots?|DIMMs?|RDIMMs?|modules?|channels?)\b", re.IGNORECASE
+)
 _SOFTWARE = re.compile(
     r"\b(TensorRT[ -]?LLM|TensorRT|CUDA|cuDNN|driver|vLLM|PyTorch|ROCm|NCCL)[ :=v]{1,3}"
     r"(\d+(?:\.\d+)+(?:[.]?(?:rc|dev|post)\d*)?)",
@@ -153,10 +155,14 @@ def host_memory(system: System) -> Outcome | None:
     one, other = (_first_gb(system, key) for key in keys)
     if one is None or other is None:
         return None
-    count = _COUNTED.search(str(system.values[keys[1]]))
-    multiple = one / other if count else 1.0  # modules are counted per socket, per node or in all
-    whole = round(multiple)
-    holds, otherwise = whole > 0 and _near(one, whole * other), Severity.NOTE if count else Severity.WARN
+    configured = str(system.values[keys[1]])
+    first = re.match(r"\s*(\d{1,3})\s*[x×]", configured)
+    counted = first is not None or _COUNTED.search(configured) is not None
+    multiples = (1, int(first.group(1))) if first else (max(1, round(one / other)),) if counted else (1,)
+    holds, otherwise = (
+        any(_near(one, count * other) for count in multiples),
+        Severity.NOTE if counted else Severity.WARN,
+    )
     found = shown("; ".join(f"{key}: {system.values[key]}" for key in keys))
     return outcome(holds, "one amount of host memory", found, tuple(map(system.where, keys)), otherwise)
 
