@@ -329,9 +329,13 @@ BREAKS: dict[str, Breaking] = {
         *("F1", "", (N, N, N)),
         lambda t: [stray(t.benchmark / f"Offline/{name}") for name in ("notes.md", "mlperf.conf", "audit.config")],
     ),
-    "impossible score": ("A2", "rouge1 999", (N, N, N), lambda t: scored(t, "rouge1", "999")),
+    "impossible score": ("A2", "rouge1 999", (F, F, F), lambda t: scored(t, "rouge1", "999")),
     "described and not run": (
-        *("M1", "no results of sys/other/Offline", (T, N, T)),
+        *("M1", "no results of other", (T, N, T)),
+        lambda t: t.version == 5 and shutil.copytree(t.described(), t.described().parents[2] / "other/model/Offline"),
+    ),
+    "described and withdrawn": (
+        *("M1", "", (N, N, N)),
         lambda t: t.version == 5 and shutil.copytree(t.described(), t.described().parents[1] / "other/Offline"),
     ),
     "broken link": ("F1", "a broken link", (T, N, T), lambda t: (t.vendor / "link").symlink_to("nowhere")),

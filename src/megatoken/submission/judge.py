@@ -87,7 +87,8 @@ class Judge:
         of_accuracy = run is not None and run.role is Role.ACCURACY
         rule = rules().get(observation.id)
         if of_accuracy and observation.id.startswith("rules."):
-            rule = rules().get(f"{observation.id} of accuracy")  # neither version tests other settings of these runs
+            other = rule if observation.id == "rules.mode" else None  # neither version tests the settings of these runs
+            rule = rules().get(f"{observation.id} of accuracy", other)
         if run is not None and run.role is Role.RANGING:
             rule = None  # covered by the power checks
         if rule is None:
