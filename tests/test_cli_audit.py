@@ -19,7 +19,8 @@ CLAIMS = REPOSITORY / "examples" / "claims"
 def test_the_published_logs_and_the_claims_about_them(tmp_path: Path) -> None:
     logs = published_logs()
     files = [CLAIMS / "vendor-blog.yaml", CLAIMS / "news-item.yaml"]
-    code, stdout, err = call("audit", logs, "--claims", files[0], "--claims", files[1], "--out", tmp_path / "audit")
+    claims = ("--claims", files[0], "--claims", files[1])
+    code, stdout, err = call("audit", logs, *claims, "--full", "--out", tmp_path / "audit")
     assert (code, err) == (3, "")
     for words in (
         "1,100,948.3",
