@@ -251,6 +251,13 @@ def test_a_silent_engine_is_not_healthy_until_it_speaks_again() -> None:
         server.stream(3).close()
 
 
+def test_a_switch_with_another_value_is_refused_by_name() -> None:
+    command = [sys.executable, "-m", "megatoken", "serve", "--restart", "maybe", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "megatoken: --restart: must be true or false, got 'maybe'\n"
+
+
 def test_a_key_from_the_environment() -> None:
     with running(*MOCK, environment={"MEGATOKEN_API_KEY": SECRET}) as server:
         assert server.ask("GET", "/v1/models").status == 401

@@ -65,6 +65,7 @@ class Command(TyperCommand):
         takes_value = {name for option in valued for name in option.opts}
         switches = self.switches()
         flags: dict[str, str] = {}
+        takes_arguments = any(param.param_type_name == "argument" for param in self.get_params(ctx))
         kept: list[str] = []
         rest = list(args)
         while rest:
@@ -75,6 +76,8 @@ class Command(TyperCommand):
                 kept += [argument, *rest]
                 break
             if name in switches:
+                if not equals and rest and not takes_arguments and not rest[0].startswith("-"):
+                    value, equals = rest.pop(0), "="  # the schema says what is wrong with it
                 flags[name[2:]] = value if equals else _boolean(rest)
             elif name in options:
                 kept.append(f"{name}{equals}{value}")

@@ -37,7 +37,7 @@ def serve(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write log lines as JSON.")] = False,
     random_weights: Annotated[bool, typer.Option("--random-weights", help=MODEL_KEYS["random-weights"][1])] = False,
-    precision: Annotated[str | None, flag(*MODEL_KEYS["precision"])] = None,
+    precision: Annotated[str | None, flag("fp32|bf16|fp8", MODEL_KEYS["precision"][1])] = None,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API."""
     from megatoken.serve.options import load_serve_config
