@@ -7,7 +7,7 @@ import pytest
 
 from megatoken.errors import UsageError
 from megatoken.harness.sweep import point as point_module
-from megatoken.harness.sweep.loads import ClosedLoop, Conversations, OpenLoop, Turn, arrival_seconds, passes
+from megatoken.harness.sweep.loads import ClosedLoop, OpenLoop, arrival_seconds, passes
 from megatoken.harness.sweep.plan import SweepPlan, values_of
 from megatoken.harness.sweep.point import Phases, PointLoad
 
@@ -43,20 +43,6 @@ def test_arrivals_have_their_rate_and_variation(kind: str, burstiness: float, va
     gaps = np.diff(times, prepend=0.0)
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.03)
     assert gaps.std() / gaps.mean() == pytest.approx(variation, abs=0.06)
-
-
-def test_a_user_thinks_between_turns_and_pauses_between_conversations() -> None:
-    conversations = [[Turn(4.0, 10), Turn(2.0, 11)], [Turn(3.0, 20)]]
-    load = Conversations(iter(conversations), users=1)
-    load.start(0)
-    assert [tuple(arrival) for arrival in load.take_due(0)] == [(0, 10)]
-    load.ended(0, 5 * SECOND)
-    assert load.take_due(6 * SECOND) == []
-    assert [tuple(arrival) for arrival in load.take_due(7 * SECOND)] == [(7 * SECOND, 11)]
-    load.ended(1, 8 * SECOND)
-    assert [tuple(arrival) for arrival in load.take_due(20 * SECOND)] == [(11 * SECOND, 20)]
-    load.ended(2, 21 * SECOND)
-    assert load.next_due_ns() is None
 
 
 def test_every_pass_over_a_data_set_has_every_row_once() -> None:

@@ -1,1 +1,1 @@
-"""Loads beyond LoadGen's: closed loops by concurrency, open loops by rate, traces, conversations; sweeps over them."""
+"""Loads beyond LoadGen's: closed loops by concurrency, open loops by rate, traces; sweeps over them."""

@@ -1,4 +1,4 @@
-"""When requests are due: a closed loop, an open loop, conversations.
+"""When requests are due: a closed loop and an open loop.
 
 A load decides, given the time and the ends of its requests, which rows of the data set are due. It knows no target.
 The driver of a point (``point.py``) numbers the requests from 0 in the order in which the load gives them, sends them,
@@ -10,7 +10,6 @@ load. Whatever waits for answers (a user who reads one and asks again) implement
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
 from typing import Literal, NamedTuple, Protocol
@@ -111,68 +110,6 @@ class OpenLoop:
     def _advance(self) -> None:
         arrival = next(self._arrivals, None)
         self._next = None if arrival is None else Arrival(self._start_ns + round(arrival[0] * 1e9), arrival[1])
-
-
-class Turn(NamedTuple):
-    """One request of a conversation: how long its user thinks before it is sent, and its row of the data set."""
-
-    think_seconds: float
-    row: int
-
-
-class Conversations:
-    """Users who each hold one conversation after the other: a turn is due when its user has read and thought.
-
-    The first turn of a conversation is due when the last turn of the one before has ended and its own think time is
-    over, so think times of first turns are the pauses between conversations.
-    """
-
-    waits = True
-
-    def __init__(self, conversations: Iterator[Sequence[Turn]], users: int) -> None:
-        self._conversations = conversations
-        self._users = users
-        self._due: list[tuple[int, int, int]] = []  # due_ns, user, row: a heap
-        self._left: list[list[Turn]] = [[] for _ in range(users)]  # turns to come, the next one last
-        self._user_of: dict[int, int] = {}
-        self._given = 0
-
-    def start(self, now_ns: int) -> None:
-        """Every user begins a conversation; its first turn is due at once."""
-        for user in range(self._users):
-            self._begin(user, now_ns, pause=False)
-
-    def take_due(self, now_ns: int) -> list[Arrival]:
-        """The turns whose users have done thinking."""
-        due = []
-        while self._due and self._due[0][0] <= now_ns:
-            due_ns, user, row = heapq.heappop(self._due)
-            self._user_of[self._given] = user
-            self._given += 1
-            due.append(Arrival(due_ns, row))
-        return due
-
-    def ended(self, request: int, now_ns: int) -> None:
-        """The user reads the answer and thinks about the next turn, or begins another conversation."""
-        user = self._user_of.pop(request)
-        if self._left[user]:
-            self._ask(user, now_ns, self._left[user].pop())
-        else:
-            self._begin(user, now_ns, pause=True)
-
-    def next_due_ns(self) -> int | None:
-        """When the next user has done thinking."""
-        return self._due[0][0] if self._due else None
-
-    def _begin(self, user: int, now_ns: int, *, pause: bool) -> None:
-        turns = next(self._conversations, None)
-        if turns is not None:
-            self._left[user] = list(reversed(turns))
-            first = self._left[user].pop()
-            self._ask(user, now_ns, first if pause else first._replace(think_seconds=0.0))
-
-    def _ask(self, user: int, now_ns: int, turn: Turn) -> None:
-        heapq.heappush(self._due, (now_ns + round(turn.think_seconds * 1e9), user, turn.row))
 
 
 def arrival_seconds(kind: ArrivalKind, rate: float, burstiness: float, seed: Sequence[int]) -> Iterator[float]:
