@@ -56,7 +56,7 @@ class RunFolder:
     @property
     def has_one_log(self) -> bool:
         """Whether the run ended with a test that one LoadGen logged."""
-        return self.finished and "soak" not in self.run.result and "node_verdicts" not in self.run.result
+        return self.finished and not {"soak", "load", "node_verdicts"} & self.run.result.keys()
 
     @property
     def is_logged(self) -> bool:

@@ -18,7 +18,7 @@ from megatoken.audit.folder import LOGGED, TABLES, RunFolder, compared
 from megatoken.audit.replay_answers import UnknownError
 from megatoken.errors import MegatokenError
 from megatoken.files import mapping, plain
-from megatoken.harness.result import concluded, concluded_soak, core_wait_notes, run_notes
+from megatoken.harness.result import concluded, concluded_point, concluded_soak, core_wait_notes, run_notes
 from megatoken.harness.together import concluded_nodes, gathered, joined_tables, node_starts
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.run_figures import in_seconds, samples_answers
@@ -57,7 +57,7 @@ def _metrics(run: Run, known: Mapping[str, Any], samples: int, rows: int) -> lis
 
 def _has_verdict(folder: RunFolder) -> bool:
     """Whether the verdict follows from the folder alone, not from those of its nodes."""
-    return folder.is_logged or (folder.finished and "soak" in folder.run.result)
+    return folder.is_logged or (folder.finished and bool({"soak", "load"} & folder.run.result.keys()))
 
 
 @compared(
@@ -70,6 +70,8 @@ def _has_verdict(folder: RunFolder) -> bool:
 def verdict(folder: RunFolder) -> list[Difference]:
     """Where the answers cannot be judged here, the reasons that they gave are taken as they are stored."""
     run, log = folder.run, folder.log
+    if "load" in run.result:
+        return _concluded(run, plain(concluded_point(run.result, run.requests)))
     if "soak" in run.result or log is None:
         return _concluded(run, plain(concluded_soak(run.result, run.environment, run.requests, run.series)))
     judged = folder.answers.judged
@@ -127,6 +129,7 @@ def notes(folder: RunFolder) -> Iterator[object]:
         "COMPLIANCE_TEST": bool(config.get("compliance")),
         "RULES_SCOPE": bool(config.get("rules")),
         "SOAK": "soak" in result,
+        "SWEEP_POINT": "load" in result,
     }
     by_code = {note["code"]: note for note in result.get("notes") or () if "node" not in note}
     again = {note["code"]: note for note in run_notes({**result, "notes": []})}
