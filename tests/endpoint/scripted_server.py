@@ -99,7 +99,7 @@ class Server:
         elif word in ("reset", "close"):
             writer.write(STREAM + chunk(frame("one ")))
             await writer.drain()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
             if word == "reset":
                 linger = struct.pack("ii", 1, 0)
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)

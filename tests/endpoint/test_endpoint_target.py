@@ -21,7 +21,7 @@ from megatoken.targets import SampleEvent
 from megatoken.targets.endpoint.backend import EndpointBackend
 from megatoken.targets.endpoint.target import EndpointTarget
 
-TIMEOUT_SECONDS = 4.0
+TIMEOUT_SECONDS = 6.0
 LONGEST_SECONDS = 60.0
 
 
@@ -80,12 +80,12 @@ def test_times_are_those_at_which_the_server_sent(server: Server) -> None:
 
 
 FAULTS = {
-    "hang": "no whole answer in 4 s",
+    "hang": "no whole answer in 6 s",
     "error": "HTTP 500: the engine has failed",
     "redirect": "a redirect to http://elsewhere.example/v1, which is not followed",
     "type": "content type text/html, expected text/event-stream",
-    "reset": "in the middle of the answer",
-    "close": "in the middle of the answer",
+    "reset": "the connection was reset",
+    "close": "the connection was closed",
     "malformed": "not JSON: {oops",
     "half": "not UTF-8",
     "huge": "a frame is larger than 8 MiB",
@@ -99,7 +99,7 @@ def test_every_fault_fails_its_own_sample_and_no_other(server: Server) -> None:
     with connected(server.url) as target:
         last = answered(target, requests)
         outcome = target.outcome(0)
-    assert time.monotonic() - began < TIMEOUT_SECONDS + 20
+    assert time.monotonic() - began < LONGEST_SECONDS
     for at, (word, message) in enumerate(FAULTS.items()):
         assert message in str(last[at].error), (word, last[at].error)
     assert [last[at].error for at in range(len(FAULTS), len(requests))] == [None] * 4

@@ -56,6 +56,7 @@ class Answer:
         self._pieces: list[str] | None = [] if keep_text else None
         self._rest = b""
         self._head = self._tail = b"\0"  # of frames that were learnt; no frame has a null byte
+        self._end = b"\0"  # the tail with the blank line after a frame
         self._lessons = 0
         self._empty = 0  # frames before the first text, the one with the role not counted
 
@@ -66,6 +67,14 @@ class Answer:
 
     def feed(self, data: bytes, now_ns: int) -> None:
         """Takes part of a stream, which arrived at ``now_ns``. Raises BrokenAnswerError."""
+        if data.startswith(self._head) and data.endswith(self._end) and not self._rest and not self.done:
+            # One frame like those before, which is what a token is to most servers.
+            piece = data[len(self._head) : -len(self._end)]
+            if piece and b'"' not in piece and b"\\" not in piece and piece.isascii():
+                self._take_piece(piece, now_ns)
+                if self._pieces is not None:
+                    self._pieces.append(piece.decode())
+                return
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -211,6 +220,7 @@ class Answer:
         found = _PIECE.search(frame)
         if found is not None and json.loads(b'"' + found[1] + b'"') == text:
             self._head, self._tail = frame[: found.start(1)], frame[found.end(1) :]
+            self._end = self._tail + b"\n\n"
 
 
 _INPUT = ("prompt_tokens", "input_tokens")
