@@ -196,3 +196,8 @@ def test_a_trace_is_replayed_at_its_times(flags: list[object], tmp_path: Path) -
     due = np.sort(run.requests["scheduled_seconds"].to_numpy())
     assert len(due) == 40
     assert np.diff(due) == pytest.approx(0.025, abs=1e-4)
+
+
+def test_an_audit_of_a_point_finds_nothing(runs: list[Run]) -> None:
+    code, out, _ = call_here("audit", runs[0].path)
+    assert code == 0, out

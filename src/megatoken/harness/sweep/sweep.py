@@ -174,6 +174,6 @@ class _Sweep:
             )
             return
         requests, _ = folder.end_recording()
-        waited = core_wait_notes(measurement.core_wait.share(), folder.facts)
+        waited = core_wait_notes(folder.facts.get("core_wait_share"), folder.facts)
         folder.add_facts({**self.target.outcome(measurement.start_ns), "notes": [*folder.facts["notes"], *waited]})
         folder.finish({**concluded_point(folder.facts, requests), "ended_at": utc_text(datetime.now(UTC))})
