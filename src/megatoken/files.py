@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|api_?key|authorization|credentials?|token)$", re.IGNORECASE)
 URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+SECRET_FLAG = re.compile(r"((?:api[-_]?key|secret|password|token)[= ]+)[^\s=]+", re.IGNORECASE)  # of a command
 REDACTED = "***"
 OTHER_FOLDER = "choose another folder with --out"
 FIXES = {
@@ -115,7 +116,7 @@ def _text(text: str) -> str:
 
 
 def redact(value: Any) -> Any:
-    """A plain value without its secrets: texts under keys named like one, and logins inside URLs."""
+    """A plain value without its secrets: texts under keys named like one, logins in URLs, keys in commands."""
     if isinstance(value, dict):
         return {
             key: REDACTED if item and isinstance(item, str) and SECRET_KEY.search(key) else redact(item)
@@ -123,7 +124,10 @@ def redact(value: Any) -> Any:
         }
     if isinstance(value, list):
         return [redact(item) for item in value]
-    return URL_LOGIN.sub(f"{REDACTED}@", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    value = URL_LOGIN.sub(f"{REDACTED}@", value)
+    return SECRET_FLAG.sub(rf"\1{REDACTED}", value) if " --" in value else value
 
 
 _REFUSED = {stat.S_IFDIR: "a directory", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
