@@ -494,17 +494,17 @@ def test_a_request_that_fails_makes_the_run_invalid_and_the_others_end(tmp_path:
 
 @pytest.mark.parametrize("verb", ["run", "generate"])
 def test_a_tokenizer_is_read_once(verb: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
+    read: list[bytes] = []
 
-    def from_file(path: str) -> tokenizers.Tokenizer:
-        read.append(path)
-        return tokenizers.Tokenizer.from_file(path)
+    def from_buffer(content: bytes) -> tokenizers.Tokenizer:
+        read.append(content)
+        return tokenizers.Tokenizer.from_buffer(content)
 
-    monkeypatch.setattr("megatoken.engine.tokenizer.FastTokenizer", SimpleNamespace(from_file=from_file))
+    monkeypatch.setattr("megatoken.engine.tokenizer.FastTokenizer", SimpleNamespace(from_buffer=from_buffer))
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "ab", "max_tokens": 2})
     own = ("--samples", 3, "--text", "--out", tmp_path / "runs", *QUICK) if verb == "run" else ("--out", tmp_path / "o")
     code, _, err = call_here(verb, "--model", model, "--prompts", prompts, *own)
-    assert (code, read) == (0, [str(model / "tokenizer.json")]), err
+    assert (code, read) == (0, [(model / "tokenizer.json").read_bytes()]), err
 
 
 def test_a_run_without_compiled_kernels_says_that_it_is_slower(
