@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatoken.analysis.aggregation import aggregate
 from megatoken.analysis.comparison import Entry, compare, ratio_interval, ratios, software_differences, student_t
-from megatoken.analysis.entries import accelerator_entry, aggregate_entry, published_entry, run_entry, split_benchmark
+from megatoken.analysis.entries import accelerator_entry, aggregate_entry, published_entry, run_entry
 from megatoken.analysis.machine import Occupation
 from megatoken.analysis.published import (
     accelerator_facts,
@@ -20,8 +21,10 @@ from megatoken.analysis.published import (
     published_result,
     published_results,
     results_of,
+    split_benchmark,
 )
 from megatoken.analysis.repeats import summarise_repeats
+from megatoken.analysis.standing import answer_length, verified_standing
 from megatoken.errors import UsageError
 from megatoken.files import plain
 from megatoken.planning.assumptions import load_assumptions
@@ -99,9 +102,8 @@ def test_per_vm_per_gpu_and_per_rack_of_the_azure_submission():
 
 
 def test_open_rows_are_not_compared_with_closed_ones_unmarked():
-    result = accelerator_entry("MI355X", "llama2-70b-99", "Offline")
-    assert result.division == "open"
-    per_gpu = by_basis(result, entry("5.1-0061"))["per_gpu"]
+    assert accelerator_entry("MI355X", "llama2-70b", "Offline").division == "closed"  # since v6.0
+    per_gpu = by_basis(entry("5.1-0098"), entry("5.1-0061"))["per_gpu"]
     assert {"division", "precision"} <= fields(per_gpu)
 
 
@@ -122,12 +124,12 @@ def test_the_published_rack_against_the_verified_projection():
 def test_the_fastest_row_of_an_accelerator():
     best = accelerator_entry("GB200", "llama2-70b-99", "offline")
     assert best.name == "5.1-0008:llama2-70b-99:Offline"
-    assert "fastest per accelerator of 3 closed rows" in best.note
+    assert "fastest per accelerator of 4 closed rows" in best.note
     assert {row.accelerator for row in results_of("B200", "llama2-70b-99", "Offline")} == {"NVIDIA B200-SXM-180GB"}
 
 
 def test_no_data_is_no_sign_of_being_worse():
-    absent = accelerator_entry("GB300", "llama2-70b-99", "Offline")
+    absent = accelerator_entry("Rubin", "llama2-70b", "Offline")
     assert absent.state == "no data"
     document = compare([entry("5.1-0008"), absent]).to_document()
     assert document["ratios"] == []
@@ -148,15 +150,49 @@ def test_what_cannot_be_compared(call, words):
         call()
 
 
-def test_the_table_is_whole():
+def test_the_tables_are_whole():
     rows = published_results()
-    assert len(rows) == 373
-    assert len({row.name + row.used_model for row in rows}) == 373
-    assert all(row.output_tokens_per_second > 0 for row in rows)
-    assert sum(row.measured_watts is not None for row in rows) == 8
+    counts = Counter(row.round for row in rows)
+    assert counts == {"v4.1": 197, "v5.0": 36, "v5.1": 373, "v6.0": 399, "v6.1": 400}
+    assert len({row.name + row.used_model for row in rows}) == len(rows)
+    in_samples = {row.benchmark for row in rows if row.output_tokens_per_second is None}
+    assert in_samples == {"qwen3-vl-235b-a22b", "llama2-70b-99.9"}  # the latter: five open rows of v4.1
+    assert Counter(row.round for row in rows if row.measured_watts) == {"v5.1": 8, "v4.1": 6}
+    assert sum(row.output_tokens_per_sample is not None for row in rows) > 800
     assert model_architectures()["llama3.1-405b"] == "dense"
     assert accelerator_facts("NVIDIA GB300").tdp_watts == 1400
     assert accelerator_facts("NVIDIA H200-NVL-141GB") is None
+
+
+def test_a_benchmark_without_accuracy_target_means_both():
+    assert published_result("6.0-0078", "llama2-70b", "offline").benchmark == "llama2-70b-99"
+    both, strict = (results_of("GB300", name, "Offline") for name in ("llama2-70b", "llama2-70b-99.9"))
+    assert {row.benchmark for row in both} == {"llama2-70b-99", "llama2-70b-99.9"}
+    assert len(both) > len(strict) and both[0].name == strict[0].name
+
+
+def test_verified_rows_stand_above_the_unverified_rack():
+    (note,) = [note for note in compare([azure_rack(), entry("5.1-0008")]).notes if "same work" in note]
+    assert "2 verified closed rows for the same work (llama2-70b Offline on 72 GB300)" in note
+    assert "1,136,100 tokens/s (v6.1, CoreWeave), 1,126,850 tokens/s (v6.0, NVIDIA)" in note
+    assert "3.193 % above these 1,100,948.3, which is no longer a record" in note
+    assert "1,197,710 tokens/s (v6.1, CoreWeave) of gpt-oss-120b" in note
+    below = verified_standing("llama2-70b-99", "Offline", "GB300", 72, 1.2e6)
+    assert "below these 1,200,000, which no verified row reaches" in below
+    assert "no verified closed row" in verified_standing("llama2-70b", "Offline", "GB300", 36, 1.0)
+    assert verified_standing("llama2-70b", "Offline", None, 72, 1.0) is None
+
+
+def test_short_answers_are_reported_with_each_row_and_ratio():
+    short, long = entry("5.1-0008"), entry("4.1-0043")
+    comparison = compare([long, short])
+    assert "answers 7.1 % shorter than the reference's (273.4 of 294.45 tokens a sample)" in " ".join(comparison.notes)
+    (pair,) = [note for note in comparison.notes if "in samples/s (answers" in note]
+    assert pair.endswith("2.123 in tokens/s, 2.254 in samples/s (answers of 273.4 vs 290.3 tokens)")
+    per_gpu = next(ratio for ratio in comparison.ratios if ratio.basis == "per_gpu")
+    assert "output tokens per sample" in fields(per_gpu)
+    assert answer_length("llama2-70b-99", 294.45) is None and answer_length("gpt-oss-120b", 1.0) is None
+    assert "9.0 % longer" in answer_length("llama2-70b-99", 321.0)
 
 
 def test_a_table_line_is_where_it_says():

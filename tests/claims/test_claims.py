@@ -33,7 +33,8 @@ EXPECTED = {
     ("vendor-blog", "minimum"): (HOLDS, 57_599.1, ()),
     ("vendor-blog", "mean"): (HOLDS, 61_163.8, ()),
     ("vendor-blog", "median"): (FAILS, 62_111.7, ("arithmetic",)),
-    ("vendor-blog", "h100-per-gpu"): (UNKNOWN, None, ()),
+    ("vendor-blog", "unverified"): (HOLDS, "Unofficial Submission", ()),
+    ("vendor-blog", "h100-per-gpu"): (HOLDS, 3065.6, ()),
     ("vendor-blog", "five-times-h100"): (HOLDS, 4.99, ()),
     ("vendor-blog", "over-gb200"): (HOLDS, 27.19, ()),
     ("vendor-blog", "gemm"): (HOLDS, 2.55, ()),
@@ -57,6 +58,10 @@ EXPECTED = {
     ("forum-analysis", "copies"): (FAILS, 72, ("arithmetic",)),
     ("forum-analysis", "per-gpu"): (HOLDS, 15_290.9, ()),
     ("forum-analysis", "uplift"): (HOLDS, 27.3, ()),
+    ("forum-analysis", "validated"): (FAILS, "Unofficial Submission", ("fact",)),
+    ("forum-analysis", "fast-memory-low"): (HOLDS, 38.02, ()),
+    ("forum-analysis", "fast-memory-high"): (HOLDS, 38.02, ()),
+    ("forum-analysis", "production-cluster"): (UNKNOWN, None, ()),
     ("forum-analysis", "fewer-racks"): (UNKNOWN, None, ()),
     ("analyst-gb300", "total"): (HOLDS, 1_100_948.3, ()),
     ("analyst-gb300", "rack-at-once"): (FAILS, 1_030_088, ("fact",)),
@@ -71,6 +76,7 @@ EXPECTED = {
     ("analyst-gb300", "close-median"): (UNKNOWN, None, ()),
     ("analyst-gb300", "median-latency"): (FAILS, 2288.4, ("arithmetic",)),
     ("analyst-gb300", "tokens-per-sample"): (HOLDS, 272.73, ()),
+    ("analyst-gb300", "rag-context"): (FAILS, 1152, ("arithmetic",)),
     ("analyst-gb300", "capacity-chat"): (HOLDS, 1693.8, ()),
     ("analyst-gb300", "capacity-rag"): (HOLDS, 440.4, ()),
     ("analyst-gb300", "capacity-summary"): (HOLDS, 440.4, ()),
@@ -81,6 +87,8 @@ EXPECTED = {
     ("analyst-gb300", "efficiency-gb300"): (FAILS, 10.92, (NAMEPLATE,)),
     ("analyst-gb300", "efficiency-over-gb200"): (HOLDS, 9.1, ()),
     ("analyst-gb300", "efficiency-uplift"): (FAILS, 95.9, ("arithmetic",)),
+    ("analyst-gb300", "twice-per-watt"): (HOLDS, 1.96, ()),
+    ("analyst-gb300", "nearly-two-and-a-half"): (HOLDS, 2.496, ()),
     ("analyst-gb300", "performance-per-power"): (HOLDS, 9.0, ()),
     ("analyst-gb300", "ten-times-h100"): (FAILS, 4.99, ("like for like", "estimate sold as measurement", "arithmetic")),
     ("analyst-gb300", "ten-times-b200"): (FAILS, 1.20, ("like for like", "arithmetic")),
@@ -96,10 +104,19 @@ EXPECTED = {
     ("analyst-gb200", "large-model-vm"): (HOLDS, 847.23, ()),
     ("analyst-gb200", "large-model"): (FAILS, 847.23, ("scope",)),
     ("analyst-gb200", "architecture"): (FAILS, "dense", ("fact",)),
+    ("analyst-gb200", "leader"): (HOLDS, 13_015.4, ()),
+    ("analyst-gb200", "two-clouds"): (FAILS, 6, ("arithmetic",)),
     ("analyst-gb200", "server"): (HOLDS, 0.884, ()),
     ("analyst-gb200", "fewer-vms"): (FAILS, 12, ("arithmetic",)),
     ("analyst-gb200", "more-per-rack"): (UNKNOWN, None, ()),
     ("analyst-gb200", "predictable"): (UNKNOWN, None, ()),
+    ("newer-rounds", "still-highest"): (FAILS, 1_136_100, ("arithmetic",)),
+    ("newer-rounds", "still-highest-per-gpu"): (FAILS, 16_531.6, ("arithmetic",)),
+    ("newer-rounds", "successor"): (HOLDS, 1_126_850, ()),
+    ("newer-rounds", "successor-of-the-successor"): (HOLDS, 1_136_100, ()),
+    ("newer-rounds", "shorter-answers"): (HOLDS, 7.62, ()),
+    ("newer-rounds", "any-model"): (HOLDS, 1_197_710, ()),
+    ("newer-rounds", "submitters"): (FAILS, 5, ("arithmetic",)),
 }
 
 
@@ -113,7 +130,7 @@ def answers():
 
 
 def test_every_shipped_claim_has_its_expected_answer(answers):
-    assert len(list(EXAMPLES.glob("*.yaml"))) == 5
+    assert len(list(EXAMPLES.glob("*.yaml"))) == 6
     assert set(answers) == set(EXPECTED)
 
 
@@ -159,6 +176,9 @@ def test_the_answer(answers, key):
         (("analyst-gb300", "users"), "Little's law"),
         (("analyst-gb200", "per-rack"), "5.1-0008:llama2-70b-99:Offline measured 4 accelerators, not a rack"),
         (("analyst-gb200", "large-model"), "is the rate of one GPU in 5.1-0008:llama3.1-405b:Offline, not of one node"),
+        (("analyst-gb200", "leader"), "best of 94 rows: 5.1-0008:llama2-70b-99:Offline"),
+        (("analyst-gb200", "two-clouds"), "submitters: Azure, Google, Lambda, Nebius, Oracle, Vultr"),
+        (("analyst-gb300", "twice-per-watt"), "others give as in table 3: 2.496 times"),
         (("analyst-gb200", "uplift"), "rack projection vs whole rack"),
     ],
 )
@@ -171,7 +191,7 @@ def test_what_would_settle(answers):
     assert "accuracy.txt" in answers["news-item", "accuracy"].evidence_that_would_settle[0]
     assert "once a second" in answers["analyst-gb300", "stable"].evidence_that_would_settle[0]
     assert "wall power" in answers["analyst-gb300", "efficiency-gb300"].evidence_that_would_settle[0]
-    assert "says nothing about the system" in answers["vendor-blog", "h100-per-gpu"].evidence_that_would_settle[0]
+    assert "has 512" in answers["forum-analysis", "production-cluster"].evidence_that_would_settle[0]
 
 
 def test_answers_name_their_places(answers):

@@ -60,7 +60,7 @@ def test_every_kind_of_entry_side_by_side(tmp_path):
         "5.1-0008",
         "5.1-0008:llama3.1-405b:Server",
         "B200",
-        "GB300",
+        "Rubin",
         f"{EXAMPLES / 'vendor-blog.yaml'}#total",
         str(runs / "run-a"),
     ]
@@ -71,7 +71,7 @@ def test_every_kind_of_entry_side_by_side(tmp_path):
     logs = entries[0]
     assert (logs.accelerators, logs.precision, logs.accelerator) == (72, "fp4", "NVIDIA GB300")
     assert entries[2].output_tokens_per_second == 584.008
-    assert entries[3].name == "5.1-0061:llama2-70b-99:Offline"
+    assert entries[3].name == "6.0-0048:llama2-70b-99:Offline"
     claimed = [ratio for ratio in comparison.ratios if ratio.of == "vendor-blog.yaml#total"]
     assert [ratio.basis for ratio in claimed] == ["total", "per_rack"]
     assert [round(ratio.value, 6) for ratio in claimed] == [1, 1]  # the logs are those of the claim
@@ -88,7 +88,9 @@ def test_a_folder_of_runs_is_repeats(tmp_path):
     [
         ("runs/typo", "no such folder"),
         ("Gb9000", "not a folder, a published id"),
-        ("5.1-9999", "not among the language model results"),
+        ("5.1-9999", "not among the shipped language model results of MLPerf Inference v5.1; that"),
+        ("6.1-CoreWeave/GB300_x72", "whose rows have no ids; write 6.1-"),
+        ("3.1-0001", "the shipped results are of v4.1, v5.0, v5.1, v6.0, v6.1, not of v3.1"),
         (f"{EXAMPLES / 'vendor-blog.yaml'}#totl", "has no claim totl; it has system, memory"),
         (f"{EXAMPLES / 'vendor-blog.yaml'}#memory", "only a claim in tokens/s"),
         (str(EXAMPLES / "vendor-blog.yaml"), "give the folder, or CLAIMS.yaml#id"),

@@ -18,6 +18,7 @@ from megatoken.analysis.lookup import names_of
 from megatoken.analysis.machine import Occupation, name_of
 from megatoken.analysis.nodes import HASH_SHOWN, data_set_of
 from megatoken.analysis.published import accelerator_facts
+from megatoken.analysis.standing import verified_standing
 from megatoken.errors import UsageError
 from megatoken.files import plain
 from megatoken.text import count_of, is_number, precise, utc_now
@@ -368,6 +369,13 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
     notes += [
         f"{entry.name}: {entry.verdict}, so its rate is not a result" for entry in entries if entry.verdict in UNUSABLE
     ]
+    notes += [
+        f"{entry.name}: {standing}"
+        for entry in entries
+        if entry.state == "unverified" and entry.output_tokens_per_second
+        if (standing := verified_standing(*_work(entry), entry.output_tokens_per_second))
+    ]
+    notes += [note for entry in entries[1:] if (note := _in_samples(entry, entries[0]))]
     timed = {entry.duration_seconds: entry for entry in entries if entry.duration_seconds}
     if timed and max(timed) > LONGER * min(timed):
         ends = [f"{timed[end].name} {precise(end)} s" for end in (min(timed), max(timed))]
@@ -379,6 +387,23 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
     if any(entry.state != "verified" for entry in entries):
         notes.append("MLCommons reviewed only results in state verified")
     return notes
+
+
+def _work(entry: Entry) -> tuple[str | None, str | None, str | None, int | None]:
+    return entry.model, entry.scenario, entry.accelerator, entry.accelerators
+
+
+def _in_samples(of: Entry, to: Entry) -> str | None:
+    """Answers of different lengths give another ratio in samples/s than in tokens/s."""
+    if not (of.output_tokens_per_second and to.output_tokens_per_second):
+        return None
+    of_length, to_length = of.output_tokens_per_sample, to.output_tokens_per_sample
+    if not (of_length and to_length and _lengths_differ(of_length, to_length)):
+        return None
+    ratio = of.output_tokens_per_second / to.output_tokens_per_second
+    in_samples = f"{precise(ratio * to_length / of_length)} in samples/s"
+    answers = f"answers of {precise(of_length)} vs {precise(to_length)} tokens"
+    return f"{of.name} over {to.name}: {precise(ratio)} in tokens/s, {in_samples} ({answers})"
 
 
 def _comparable(value: Any) -> Any:

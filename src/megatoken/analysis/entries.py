@@ -1,8 +1,7 @@
-"""Entries to compare: own runs with their repeats, aggregated nodes, rows of the published table."""
+"""Entries to compare: own runs with their repeats, aggregated nodes, rows of the published tables."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,13 +10,17 @@ from megatoken.analysis.comparison import Entry
 from megatoken.analysis.contradictions import check_rates
 from megatoken.analysis.machine import Occupation, accelerator_name, rate_state, run_accelerators, simulated_gpu
 from megatoken.analysis.published import (
+    RESULTS,
     PublishedResult,
     accelerator_table,
     mlperf_data_set,
+    model_of,
     published_results,
     results_of,
+    split_benchmark,
 )
 from megatoken.analysis.repeats import check_repeats, whole_runs, worst_verdict
+from megatoken.analysis.standing import answer_length
 from megatoken.errors import UsageError
 from megatoken.text import is_number, nearest, precise
 
@@ -25,14 +28,15 @@ if TYPE_CHECKING:
     from megatoken.analysis.aggregation import Aggregate
     from megatoken.runs.run import Run
 
-ACCURACY_TARGET = re.compile(r"-(99(?:\.9)?)$")
 CPU_WAITS = ("CORE_WAIT", "DRIVER_CORE_WAIT")
 LOCAL_KEYS = {"out"}  # of a configuration: places, not settings
 
 
 def published_entry(row: PublishedResult, note: str | None = None) -> Entry:
-    """One row of the published table. The model is the one that ran, which open submissions may choose."""
+    """One row of the published tables. The model is the one that ran, which open submissions may choose."""
     model, accuracy_target = split_benchmark(row.used_model)
+    availability = "" if row.availability in ("available", "") else f"availability {row.availability}"
+    length = answer_length(row.benchmark, row.output_tokens_per_sample)
     return Entry(
         name=row.name,
         source=row.source,
@@ -49,9 +53,10 @@ def published_entry(row: PublishedResult, note: str | None = None) -> Entry:
         verdict="VALID",  # only valid results are published
         mode="performance",
         data_set=mlperf_data_set(row.benchmark),
+        output_tokens_per_sample=row.output_tokens_per_sample,
         measured_watts=row.measured_watts,
         software=dict(_versions(row.software)),
-        note=note,
+        note="; ".join(filter(None, (note, availability, length))) or None,
     )
 
 
@@ -61,12 +66,13 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
     Raises:
         UsageError: no row of any benchmark has an accelerator of that name, or no row is of that benchmark or scenario.
     """
-    _check_published("--benchmark", benchmark, {row.benchmark for row in published_results()})
+    benchmarks = {name for row in published_results() for name in (row.benchmark, model_of(row.benchmark))}
+    _check_published("--benchmark", benchmark, benchmarks)
     _check_published("--scenario", scenario, {row.scenario for row in published_results()})
     rows = results_of(accelerator, benchmark, scenario)
     if rows:
         same = [row for row in rows if row.division == rows[0].division]
-        low, high = (row.output_tokens_per_second / (row.accelerators or 1) for row in (same[-1], same[0]))
+        low, high = (row.tokens_per_second_per_accelerator or 0.0 for row in (same[-1], same[0]))
         note = (
             f"fastest per accelerator of {len(same)} {same[0].division} rows with {accelerator};"
             f" they range from {precise(low)} to {precise(high)} tokens/s per accelerator"
@@ -85,7 +91,7 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
         )
     return Entry(
         name=f"{accelerator}:{benchmark}:{scenario}",
-        source="MLPerf Inference v5.1",
+        source=f"MLPerf Inference {', '.join(RESULTS)}",
         state="no data",
         output_tokens_per_second=None,
         note=f"no published {benchmark} {scenario} result of {accelerator}: no data does not mean slower",
@@ -209,12 +215,6 @@ def run_software(run: Run) -> dict[str, str]:
         "config": {key: value for key, value in run.config.items() if key not in LOCAL_KEYS},
     }
     return dict(_flat("", facts))
-
-
-def split_benchmark(name: str) -> tuple[str, str | None]:
-    """Model and accuracy target in percent: ``llama2-70b-99.9`` is llama2-70b at 99.9."""
-    target = ACCURACY_TARGET.search(name)
-    return (name[: target.start()], target.group(1)) if target else (name, None)
 
 
 def _versions(text: str) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.analysis.aggregation import Aggregate, aggregate
+from megatoken.analysis.standing import verified_standing
 from megatoken.audit.archive import unpacked
 from megatoken.audit.checks import endpoints as endpoint_checks
 from megatoken.audit.checks import systems as system_checks
@@ -186,7 +187,10 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(system_checks.check_versions_elsewhere(systems, _readmes(tree)))
         together = _together(evidence)
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
-    notes = _notes(tree, evidence, claimed, interrupted, len(files), len(endpoints), apart)
+    notes = (
+        *_standing(evidence, together),
+        *_notes(tree, evidence, claimed, interrupted, len(files), len(endpoints), apart),
+    )
     return Audit(evidence, ledger.findings(), together, notes)
 
 
@@ -293,6 +297,17 @@ def _readmes(tree: Tree) -> dict[str, str]:
         with suppress(UnreadableError):
             texts[display(path)] = read_text(tree.path(path), MOST_README_BYTES)[0]
     return texts
+
+
+def _standing(evidence: Evidence, together: Aggregate | None) -> Iterator[str]:
+    """Which verified rows exist for the work of the nodes."""
+    accelerators = {system.accelerator for system in evidence.systems}
+    if together is None or len(accelerators) != 1:
+        return
+    work, rate = together.workload, together.sum_of_rates_tokens_per_second
+    standing = verified_standing(work["model"], work["scenario"], accelerators.pop(), together.accelerators, rate)
+    if standing:
+        yield standing
 
 
 def _notes(

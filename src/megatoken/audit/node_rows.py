@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatoken.analysis.entries import split_benchmark
 from megatoken.analysis.nodes import NodeRow
+from megatoken.analysis.published import split_benchmark
 from megatoken.audit.evidence import Evidence, Run
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999, "max": 1.0}

@@ -7,7 +7,7 @@ import math
 import operator
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from megatoken.errors import UsageError
@@ -67,8 +67,8 @@ class Names(Protocol):
     def value(self, name: str) -> Value:
         """The fact called ``name``, such as ``nodes`` or ``config.precision``."""
 
-    def call(self, function: str, arguments: Sequence[Value]) -> Value:
-        """A look-up such as ``published("5.1-0008", "llama2-70b-99", "Offline")``."""
+    def call(self, function: str, arguments: Sequence[Value], filters: Mapping[str, Value]) -> Value:
+        """A look-up: ``published("5.1-0008", "llama2-70b-99", "Offline")`` or ``count_results(round="v6.0")``."""
 
 
 def evaluate(formula: str, names: Names) -> Value:
@@ -130,12 +130,15 @@ def _value(node: ast.expr, names: Names) -> Value:
             raise FormulaError(f"{function}({name}) lacks quotes; write {function}('{name}')")
         case ast.Call(func=ast.Name(id="claim"), args=[argument]) if not isinstance(argument, ast.Constant):
             raise FormulaError(f"claim({ast.unparse(argument)}) needs a claim id in quotes")
-        case ast.Call(func=ast.Name(id=function), args=arguments, keywords=[]):
-            return _call(function, [_value(argument, names) for argument in arguments], names)
+        case ast.Call(func=ast.Name(id=function), args=arguments, keywords=keywords):
+            filters = {keyword.arg or "**": _value(keyword.value, names) for keyword in keywords}
+            return _call(function, [_value(argument, names) for argument in arguments], filters, names)
     raise FormulaError(f"{ast.unparse(node)!r} is not arithmetic over facts")
 
 
-def _call(function: str, arguments: list[Value], names: Names) -> Value:
+def _call(function: str, arguments: list[Value], filters: Mapping[str, Value], names: Names) -> Value:
+    if filters and function in (*OF_LISTS, *OF_NUMBERS, "number"):
+        raise FormulaError(f"{function}() takes no names with =")
     if function in OF_LISTS:
         values = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], tuple) else tuple(arguments)
         if not values or not all(isinstance(value, float) for value in values):
@@ -147,7 +150,7 @@ def _call(function: str, arguments: list[Value], names: Names) -> Value:
         return float(OF_NUMBERS[function](arguments[0]))
     if function == "number":
         return first_number(*arguments)
-    return names.call(function, arguments)
+    return names.call(function, arguments, filters)
 
 
 def first_number(*arguments: Value) -> float:

@@ -10,7 +10,7 @@ from megatoken.analysis.entries import published_entry
 from megatoken.analysis.published import (
     ACCELERATORS,
     MODELS,
-    RESULTS,
+    PublishedResult,
     accelerator_table,
     model_architectures,
     published_result,
@@ -18,6 +18,7 @@ from megatoken.analysis.published import (
 from megatoken.audit.evidence import Where
 from megatoken.claims.facts import Facts, UnknownFactError
 from megatoken.claims.formula import OF_LISTS, OF_NUMBERS, FormulaError, Value
+from megatoken.claims.row_filters import FILTERS, filtered_rows
 from megatoken.claims.schema import Claim, Input
 from megatoken.errors import UsageError
 from megatoken.text import count_of, nearest
@@ -29,7 +30,12 @@ LOOKUPS = {
     "accelerator": "accelerator(name, column)",
     "model": "model(name)",
     "claim": "claim(id)",
+    "best_result": f"best_result(what, filters), with filters such as round=... ({', '.join(FILTERS)})",
+    "count_results": "count_results(filters), with filters such as round='v6.0'",
+    "count_submitters": "count_submitters(filters), with filters such as round='v6.0'",
 }
+SETS = ("best_result", "count_results", "count_submitters")  # look-ups over sets of rows
+PART = "part of a published result"
 SECONDS = ("s", "second", "seconds")
 WATTS = {"W": 1.0, "kW": 1000.0}
 
@@ -58,17 +64,21 @@ class Lookups:
         self.where += [place for place in fact.where if place not in self.where]
         self.uses_time |= name.endswith("_seconds")
         self.uses_rates |= name == "tokens_per_second"
-        if fact.condition and fact.condition not in self.conditions:
-            self.conditions.append(fact.condition)
+        if fact.condition:
+            self._add_condition(fact.condition)
         return fact.value
 
-    def call(self, function: str, arguments: Sequence[Value]) -> Value:
-        """One of published, accelerator, model and claim."""
+    def call(self, function: str, arguments: Sequence[Value], filters: Mapping[str, Value]) -> Value:
+        """One of ``LOOKUPS``."""
         _known(dict.fromkeys((*OF_LISTS, *OF_NUMBERS, "number", *LOOKUPS)), function, "function")
         texts = [argument for argument in arguments if isinstance(argument, str)]
         if len(texts) < len(arguments):
             raise FormulaError(f"{function}() takes texts in quotes")
+        if function in SETS:
+            return self._set(function, texts, filters)
         match function, texts:
+            case _ if filters:
+                pass
             case "published", [submission, benchmark, scenario, *what] if len(what) < 2:
                 return self._published(submission, benchmark, scenario, *(what or ["total"]))
             case "accelerator", [name, column]:
@@ -79,7 +89,8 @@ class Lookups:
             case "claim", [name]:
                 value = _known(self._claims, name, "claim").value
                 return value if isinstance(value, str) else float(value)
-        raise FormulaError(f"{function}() with {count_of(len(arguments), 'argument')}; write {LOOKUPS[function]}")
+        given = len(arguments) + len(filters)
+        raise FormulaError(f"{function}() with {count_of(given, 'argument')}; write {LOOKUPS[function]}")
 
     def _input(self, name: str, given: Input) -> float:
         self.uses_time |= given.unit in SECONDS
@@ -101,21 +112,44 @@ class Lookups:
         except UsageError as error:
             asked = f"a published result {submission} {benchmark} {scenario}"
             raise UnknownFactError(asked, f"the results of that round of MLPerf Inference: {error}") from error
-        entry = published_entry(row)
-        found: dict[str, float | None] = {
-            **{basis: entry.rate(basis) for basis in BASES},
-            "watts": row.measured_watts,
-            "accelerators": row.accelerators,
-            "nodes": float(row.nodes),
-        }
-        value = _known(found, what, "part of a published result")
-        self._place(RESULTS, row.line)
+        return self._part(row, what)
+
+    def _set(self, function: str, texts: Sequence[str], filters: Mapping[str, Value]) -> float:
+        rows = filtered_rows(filters)
+        self.uses_evidence = True
+        match function, texts:
+            case "best_result", [what]:
+                rated = [(rate, row) for row in rows if (rate := _known(_parts(row), what, PART))]
+                if not rated:
+                    raise UnknownFactError(f"a published result with {what}", f"a result that states {what}")
+                best = max(rated, key=lambda pair: pair[0])[1]
+                self._add_condition(f"best of {count_of(len(rated), 'row')}: {best.name}")
+                return self._part(best, what)
+            case "count_results" | "count_submitters", []:
+                for table in dict.fromkeys(row.table for row in rows):
+                    self._place(table, None)
+                if function == "count_results":
+                    return float(len(rows))
+                names = {row.submitter.lower(): row.submitter for row in rows}  # v6.0 has ORACLE
+                self._add_condition(f"submitters: {', '.join(sorted(names.values())) or 'none'}")
+                return float(len(names))
+        raise FormulaError(f"{function}() with {count_of(len(texts), 'argument')}; write {LOOKUPS[function]}")
+
+    def _add_condition(self, text: str) -> None:
+        if text not in self.conditions:
+            self.conditions.append(text)
+
+    def _part(self, row: PublishedResult, what: str) -> float:
+        """One of ``_parts`` of a row; its place and what it is presented as are recorded."""
+        value = _known(_parts(row), what, PART)
+        self._place(row.table, row.line)
         if value is None:
-            raise UnknownFactError(f"{what} of {entry.name}", f"a result of {row.system} that states {what}")
+            raise UnknownFactError(f"{what} of {row.name}", f"a result of {row.system} that states {what}")
         if what in BASES:
+            entry = published_entry(row)
             self.published.append(entry)
             self._note_projection(entry, what)
-        return float(value)
+        return value
 
     def _note_projection(self, entry: Entry, basis: str) -> None:
         covered, measured = self._claim.accelerators, entry.accelerators or 0
@@ -146,6 +180,18 @@ class Lookups:
         place = Where(f"megatoken/data/{table}", line)
         if place not in self.where:
             self.where.append(place)
+
+
+def _parts(row: PublishedResult) -> dict[str, float | None]:
+    """What a formula may ask of a row."""
+    entry = published_entry(row)
+    return {
+        **{basis: entry.rate(basis) for basis in BASES},
+        "watts": row.measured_watts,
+        "accelerators": row.accelerators,
+        "nodes": float(row.nodes),
+        "tokens_per_sample": row.output_tokens_per_sample,
+    }
 
 
 def _known(table: Mapping[str, T], name: str, kind: str) -> T:

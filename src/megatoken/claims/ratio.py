@@ -7,7 +7,7 @@ from typing import Any
 
 from megatoken.analysis.comparison import Difference, Entry, differences
 from megatoken.analysis.entries import published_entry
-from megatoken.analysis.published import RESULTS, published_result
+from megatoken.analysis.published import published_result
 from megatoken.audit.evidence import Where
 from megatoken.claims.facts import SYSTEM, Facts, UnknownFactError
 from megatoken.claims.formula import FormulaError
@@ -119,7 +119,8 @@ def side_entry(side: Side, facts: Facts) -> Entry:
 
 def _places(side: Side, facts: Facts) -> list[Where]:
     if side.published:
-        return [Where(f"megatoken/data/{RESULTS}", published_result(*side.published.split(":")).line)]
+        row = published_result(*side.published.split(":"))
+        return [Where(f"megatoken/data/{row.table}", row.line)]
     return list(facts.find("tokens_per_second").where) if side.evidence else []
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from megatoken.analysis.published import SUBMISSION_ID
 from megatoken.yaml_files import Strict, read_strict
 
 RATE_UNITS = ("tokens/s", "token/s", "tok/s")
@@ -36,7 +37,7 @@ Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(gt=0)]
 Identifier = Annotated[str, _like(r"[A-Za-z][A-Za-z0-9_.-]*", "a letter, then letters, digits, '.', '_' and '-'")]
 InputName = Annotated[str, _like(r"[a-z][a-z0-9_]*", "a small letter, then small letters, digits and '_'")]
-PublishedRow = Annotated[str, _like(r"\d+\.\d+-\d{4}:[^:]+:[^:]+", "like 5.1-0008:llama2-70b-99:Offline")]
+PublishedRow = Annotated[str, _like(SUBMISSION_ID.pattern + ":[^:]+:[^:]+", "like 5.1-0008:llama2-70b-99:Offline")]
 
 
 class Input(Strict):

@@ -44,7 +44,7 @@ def compare(
     ],
     benchmark: Annotated[
         str, flag("NAME", "Benchmark of published results, if RESULT does not name it.")
-    ] = "llama2-70b-99",
+    ] = "llama2-70b",
     scenario: Annotated[str, flag("NAME", "Scenario of published results, if RESULT does not name it.")] = "Offline",
     out: Out = None,
     json_only: Json = False,

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
+from megatoken.analysis.standing import answer_length
 from megatoken.audit.checks.accuracy import ID_BYTES
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
@@ -90,6 +91,7 @@ def scores(result: AccuracyResult, benchmark: Benchmark, otherwise: Severity) ->
     ]
     expected = f"{benchmark.name}: {', '.join(f'{name} of at least {target:g}' for name, target in targets.items())}"
     reached = ", ".join(f"{name} {found[name]:g}" for name in targets if name in found)
+    reached = "; ".join(filter(None, (reached, answer_length(benchmark.name, found.get("tokens_per_sample")))))
     return free_of(low, expected, reached, (Where(result.path),), otherwise)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatoken.analysis.standing import answer_length
 from megatoken.audit.endpoints import EndpointResult
 from megatoken.audit.evidence import Role
 from megatoken.audit.finding import Check, Outcome, Severity, check, outcome, shown
@@ -239,6 +240,7 @@ def tokens_per_sample(run: Subject) -> Outcome | None:
     if window is None:
         return None
     holds, text = (None, "not known") if found is None else (window[0] <= found <= window[1], f"{found:.2f}")
+    text = "; ".join(filter(None, (text, answer_length(_known(run).name, found))))
     expected = f"{window[0]:g} to {window[1]:g} tokens per sample, within 10 % of the reference of {_known(run).name}"
     rates = ("tokens_per_second", "samples_per_second", "completed_tokens_per_second", "completed_samples_per_sec")
     where = run.at(*(f"result_{name}" for name in rates), "output_sequence_lengths")
