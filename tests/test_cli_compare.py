@@ -13,13 +13,14 @@ from published import published_logs
 
 
 def test_published_rows_by_id_and_by_accelerator(tmp_path: Path) -> None:
-    code, stdout, err = call("compare", "5.1-0016", "GB200", "GB300", "--out", tmp_path)
+    code, stdout, err = call("compare", "5.1-0016", "GB200", "Rubin", "4.1-0043", "--out", tmp_path)
     assert (code, err) == (0, "")
     for words in ("5.1-0008:llama2-70", "not like for like", "precision: fp4", "no data", "verified"):
         assert words in " ".join(stdout.split())
     document = json.loads((tmp_path / "comparison.json").read_text())
     assert document["kind"] == "comparison"
-    assert [row["state"] for row in document["rows"]] == ["verified", "verified", "no data"]
+    assert [row["state"] for row in document["rows"]] == ["verified", "verified", "no data", "verified"]
+    assert document["rows"][3]["per_gpu_tokens_per_second"] == 24_524.9 / 8
     assert (tmp_path / "comparison.html").read_text().startswith("<!")
 
 
@@ -35,6 +36,7 @@ def test_a_claim_and_the_logs_it_is_about() -> None:
     document = document_of("compare", published_logs(), f"{claims}#median")
     assert [row["state"] for row in document["rows"]] == ["unverified", "claimed"]
     assert document["rows"][0]["output_tokens_per_second"] == pytest.approx(1_100_948.3, abs=0.1)
+    assert any("1,136,100 tokens/s (v6.1, CoreWeave)" in note for note in document["notes"])
 
 
 def test_repeats_have_an_interval_and_what_an_engine_ran_with_is_told(
@@ -65,8 +67,8 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         (("GB200",), "at least two results"),
         (("GB200", "ZX81"), "ZX81: not a folder, a published id or an accelerator"),
         (
-            ("GB200", "H100", "--benchmark", "llama2-70b"),
-            "--benchmark llama2-70b: no published result has it",
+            ("GB200", "H100", "--benchmark", "llama2-7b"),
+            "--benchmark llama2-7b: no published result has it",
         ),
         (("GB200", "H100", "--scenario", "Sever"), "did you mean Server?"),
         (("GB200", "5.1-9999"), "5.1-9999"),

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from megatoken.analysis.published import published_results
 from megatoken.config import RoundName, RunConfig
 from megatoken.errors import UsageError
 from megatoken.harness import prepare as preparing
@@ -20,6 +21,43 @@ from megatoken.targets.in_process import InProcessBackend
 
 def prepare(config: RunConfig) -> Prepared:
     return preparing.prepare(config, InProcessBackend(config, Progress(quiet=True)))
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "rounds"),
+    [
+        ("llama2-70b-99", "v5.0 v5.1 v6.0"),
+        ("llama2-70b-99.9", "v5.0 v5.1 v6.0 v6.1"),
+        ("llama3.1-405b", "v5.0 v5.1 v6.0"),
+        ("llama3.1-8b", "v5.1 v6.0 v6.1"),
+        ("mixtral-8x7b", "v5.0 v5.1 v6.0"),
+        ("deepseek-r1", "v5.1 v6.0 v6.1"),
+        ("gpt-oss-120b", "v6.0 v6.1"),
+    ],
+)
+def test_published_rows_are_of_benchmarks_of_their_round(benchmark: str, rounds: str) -> None:
+    """The results of a round name the benchmarks and scenarios that the rules know, and the rules no other round."""
+    entry = benchmarks()[benchmark]
+    assert list(entry.rounds) == rounds.split()
+    rows = [row for row in published_results() if row.benchmark == benchmark and row.division == "closed"]
+    assert {row.round for row in rows} - {"v4.1"} <= set(entry.rounds)
+    for row in rows:
+        if row.round in entry.rounds:
+            then = entry.in_round(row.round)
+            assert then.has(row.scenario) or (row.round, row.scenario) == ("v5.0", "Interactive"), row.name
+        if entry.tokens_per_sample and row.output_tokens_per_sample:
+            low, high = entry.tokens_per_sample
+            assert low <= row.output_tokens_per_sample <= high, row.name
+
+
+def test_what_a_submission_must_show() -> None:
+    mixtral = benchmarks()["mixtral-8x7b"]
+    assert mixtral.required == {"datacenter": ("Offline", "Server")}
+    assert (mixtral.accuracy["gsm8k"], mixtral.accuracy["mbxp"]) == (72.9234, 59.5584)
+    deepseek = benchmarks()["deepseek-r1"]
+    assert deepseek.required["datacenter"] == ("Offline", "Server|Interactive")
+    assert deepseek.in_round("v5.1").required["datacenter"] == ("Offline", "Server")
+    assert benchmarks()["gpt-oss-120b"].compliance == ("TEST07", "TEST09")
 
 
 @pytest.mark.parametrize("name", get_args(RoundName))

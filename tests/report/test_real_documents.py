@@ -8,7 +8,8 @@ from pages import parsed, table_rows, words
 from rich.console import Console
 
 from megatoken.analysis.comparison import compare
-from megatoken.analysis.entries import accelerator_entry
+from megatoken.analysis.entries import accelerator_entry, published_entry
+from megatoken.analysis.published import published_result
 from megatoken.audit import audit
 from megatoken.planning import commands
 from megatoken.planning.assumptions import load_assumptions
@@ -72,7 +73,9 @@ def test_a_fleet_for_a_curve_of_demand_is_drawn():
 
 def test_generations_side_by_side_are_verified_and_divisions_kept_apart():
     generations = ("H100", "H200", "B200", "GB200", "MI355X")
-    root = page_of(compare([accelerator_entry(name, "llama2-70b-99", "Offline") for name in generations]))
+    entries = [accelerator_entry(name, "llama2-70b-99", "Offline") for name in generations[:-1]]
+    entries.append(published_entry(published_result("5.1-0098", "llama2-70b-99", "Offline")))  # open division
+    root = page_of(compare(entries))
     chart = next(figure for figure in root.iter("figure") if words(figure.find("figcaption")).startswith("Per GPU"))
     names = [words(text) for text in chart.iter("text") if text.get("class") == "name"]
     assert all(generation in name for generation, name in zip(generations, names, strict=True))
