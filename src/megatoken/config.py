@@ -45,6 +45,9 @@ def separated(value: Any) -> Any:
     return value.split(",") if isinstance(value, str) else value
 
 
+BenchmarkName = Literal[
+    "llama2-70b", "llama3.1-405b", "llama3.1-8b", "llama3.1-8b-edge", "mixtral-8x7b", "deepseek-r1", "gpt-oss-120b"
+]
 RoundName = Literal["v5.1", "v6.0", "v6.1"]  # whose seeds and rules are known: data/loadgen_rules.json
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
@@ -162,7 +165,7 @@ class RunConfig(Section):
         default=None, description="MLPerf compliance test to run instead of a measurement"
     )
     rules: RoundName | None = Field(default=None, description="MLPerf round whose rules the run claims")
-    benchmark: Literal["llama2-70b", "llama3.1-405b", "llama3.1-8b", "llama3.1-8b-edge", "deepseek-r1"] | None = Field(
+    benchmark: BenchmarkName | None = Field(
         default=None, description="MLPerf benchmark to compare with; null: by the model's name, else llama2-70b"
     )
     rate: Rate | None = Field(

@@ -128,6 +128,15 @@ def test_the_fastest_row_of_an_accelerator():
     assert {row.accelerator for row in results_of("B200", "llama2-70b-99", "Offline")} == {"NVIDIA B200-SXM-180GB"}
 
 
+def test_the_fastest_row_of_an_accelerator_in_each_round():
+    rounds = [accelerator_entry(f"H100@{name}", "llama2-70b-99.9", "Offline") for name in ("v4.1", "v5.0", "v5.1")]
+    rates = [round(one.rate("per_gpu"), 1) for one in rounds]
+    assert rates == [3065.6, 3913.3, 3902.5]
+    assert accelerator_entry("H100@v6.1", "llama2-70b-99.9", "Offline").state == "no data"
+    with pytest.raises(UsageError, match="shipped results are of v4"):
+        accelerator_entry("H100@v3.1", "llama2-70b-99.9", "Offline")
+
+
 def test_no_data_is_no_sign_of_being_worse():
     absent = accelerator_entry("Rubin", "llama2-70b", "Offline")
     assert absent.state == "no data"

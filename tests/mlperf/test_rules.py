@@ -310,6 +310,7 @@ def test_a_scenario_that_the_benchmark_has_not(mode: str) -> None:
     }
     scenarios = {name: benchmark(name).scenarios for name in BENCHMARKS}
     assert scenarios.pop("llama3.1-8b-edge") == ("Offline", "SingleStream")
+    assert scenarios.pop("mixtral-8x7b") == ("Offline", "Server")
     assert set(scenarios.values()) == {("Offline", "Server", "Interactive")}
 
 

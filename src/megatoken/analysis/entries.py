@@ -13,6 +13,7 @@ from megatoken.analysis.published import (
     RESULTS,
     PublishedResult,
     accelerator_table,
+    has_accelerator,
     mlperf_data_set,
     model_of,
     published_results,
@@ -60,42 +61,46 @@ def published_entry(row: PublishedResult, note: str | None = None) -> Entry:
     )
 
 
-def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
+def accelerator_entry(reference: str, benchmark: str, scenario: str) -> Entry:
     """The published system with the highest rate per accelerator; without any, an entry that says "no data".
 
+    ``reference`` is the accelerator in any round, ``GB200``, or in one, ``GB200@v5.1``.
+
     Raises:
-        UsageError: no row of any benchmark has an accelerator of that name, or no row is of that benchmark or scenario.
+        UsageError: no row of any benchmark has an accelerator of that name, no row is of that benchmark or scenario, or
+            the results of that round are not shipped.
     """
+    accelerator, at, round = reference.partition("@")
+    if at and round not in RESULTS:
+        raise UsageError(f"{reference}: the shipped results are of {', '.join(RESULTS)}; write {accelerator}@v5.1")
     benchmarks = {name for row in published_results() for name in (row.benchmark, model_of(row.benchmark))}
     _check_published("--benchmark", benchmark, benchmarks)
     _check_published("--scenario", scenario, {row.scenario for row in published_results()})
-    rows = results_of(accelerator, benchmark, scenario)
+    rows = results_of(accelerator, benchmark, scenario, round or None)
     if rows:
         same = [row for row in rows if row.division == rows[0].division]
         low, high = (row.tokens_per_second_per_accelerator or 0.0 for row in (same[-1], same[0]))
         note = (
-            f"fastest per accelerator of {len(same)} {same[0].division} rows with {accelerator};"
+            f"fastest per accelerator of {len(same)} {same[0].division} rows with {reference};"
             f" they range from {precise(low)} to {precise(high)} tokens/s per accelerator"
         )
         return published_entry(rows[0], note if len(same) > 1 else None)
-    elsewhere = [row for row in published_results() if results_of(accelerator, row.benchmark, row.scenario)]
-    if not elsewhere:
-        known = [
-            name
-            for name in accelerator_table()
-            if any(results_of(name, row.benchmark, row.scenario) for row in published_results())
-        ]
+    if not _is_published(accelerator):
+        known = ", ".join(filter(_is_published, accelerator_table()))
         raise UsageError(
-            f"{accelerator}: not a folder, a published id or an accelerator; published are, among others,"
-            f" {', '.join(known)}"
+            f"{accelerator}: not a folder, a published id or an accelerator; published are, among others, {known}"
         )
     return Entry(
-        name=f"{accelerator}:{benchmark}:{scenario}",
-        source=f"MLPerf Inference {', '.join(RESULTS)}",
+        name=f"{reference}:{benchmark}:{scenario}",
+        source=f"MLPerf Inference {round or ', '.join(RESULTS)}",
         state="no data",
         output_tokens_per_second=None,
-        note=f"no published {benchmark} {scenario} result of {accelerator}: no data does not mean slower",
+        note=f"no published {benchmark} {scenario} result of {reference}: no data does not mean slower",
     )
+
+
+def _is_published(accelerator: str) -> bool:
+    return any(has_accelerator(row, accelerator) for row in published_results())
 
 
 def _check_published(flag: str, name: str, known: Collection[str]) -> None:

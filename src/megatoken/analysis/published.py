@@ -143,8 +143,8 @@ def published_result(submission: str, benchmark: str, scenario: str) -> Publishe
     )
 
 
-def results_of(accelerator: str, benchmark: str, scenario: str) -> list[PublishedResult]:
-    """Rows in tokens/s of systems with that accelerator alone, of all rounds; fastest per accelerator first.
+def results_of(accelerator: str, benchmark: str, scenario: str, round: str | None = None) -> list[PublishedResult]:
+    """Rows in tokens/s of systems with that accelerator alone, of one round or all; fastest per accelerator first.
 
     The closed division comes before the others. ``accelerator`` is a word or several of its name: ``GB200``,
     ``H200-SXM``. ``B200`` is not in ``GB200``. ``benchmark`` and ``scenario`` are as in ``PublishedResult.is_of``.
@@ -153,7 +153,7 @@ def results_of(accelerator: str, benchmark: str, scenario: str) -> list[Publishe
         row
         for row in published_results()
         if row.is_of(benchmark, scenario) and row.tokens_per_second_per_accelerator
-        if has_accelerator(row, accelerator)
+        if has_accelerator(row, accelerator) and round in (None, row.round)
     ]
     return sorted(found, key=lambda row: (row.division != "closed", -(row.tokens_per_second_per_accelerator or 0)))
 

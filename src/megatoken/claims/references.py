@@ -41,9 +41,10 @@ def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: 
 
     Args:
         reference: a run folder; a folder of repeats; a folder of LoadGen logs;
-            ``CLAIMS.yaml#id``; ``5.1-0008`` or ``5.1-0008:benchmark:scenario``; an accelerator, ``GB200``.
+            ``CLAIMS.yaml#id``; ``5.1-0008`` or ``5.1-0008:benchmark:scenario``; an accelerator, ``GB200`` or
+            ``GB200@v5.1``.
         read: reads LoadGen logs.
-        benchmark: benchmark of published rows if the reference names none, ``llama2-70b-99``.
+        benchmark: benchmark of published rows if the reference names none, ``llama2-70b``.
         scenario: scenario of published rows if the reference names none, ``Offline``.
 
     Raises UsageError: the reference is none of these, or has no rate.

@@ -22,7 +22,15 @@ SCENARIOS = {
 }
 """Scenarios as configurations spell them, and as MLPerf's folders and ``Benchmark`` do."""
 DEFAULT_BENCHMARK = "llama2-70b"
-BENCHMARKS = ("llama2-70b", "llama3.1-405b", "llama3.1-8b", "llama3.1-8b-edge", "deepseek-r1")
+BENCHMARKS = (
+    "llama2-70b",
+    "llama3.1-405b",
+    "llama3.1-8b",
+    "llama3.1-8b-edge",
+    "mixtral-8x7b",
+    "deepseek-r1",
+    "gpt-oss-120b",
+)
 _TARGETS = ("-99", "-99.9")  # accuracy targets: one model, two benchmarks
 _TARGET = re.compile(r"-99(?:\.9)?$")
 
