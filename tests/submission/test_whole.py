@@ -46,18 +46,23 @@ def test_the_figure_is_that_of_the_log(built: Callable[[str, str], Path]) -> Non
 
 def test_results_of_endpoints_are_not_decided(built: Callable[[str, str], Path], tmp_path: Path) -> None:
     root = Path(shutil.copytree(built("v6.1", "closed"), tmp_path / "tree"))
-    folder = root / "closed/Vendor/results/sys/gpt-oss-120b/Offline"
-    for name in (
-        "config.yaml",
-        "measurements.json",
-        "performance/result_summary.json",
-        "accuracy/accuracy_results.json",
-    ):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("{}")
+    folders = [root / "closed/Vendor/results/sys/gpt-oss-120b" / scenario for scenario in ("Offline", "Server")]
+    for folder in folders:
+        for name in (
+            "config.yaml",
+            "measurements.json",
+            "performance/result_summary.json",
+            "accuracy/accuracy_results.json",
+        ):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("{}")
     result = check(root)
-    assert (result.refusals, result.undecided) == ((), (str(folder.relative_to(root)),))
-    assert any(line.startswith(f"not decided: {folder.relative_to(root)}") for line in result.describe())
+    places = [str(folder.relative_to(root)) for folder in folders]
+    assert (result.refusals, result.undecided) == ((), tuple(places))
+    assert any(line.startswith(f"not decided: {places[0]}") for line in result.describe())
+    shutil.rmtree(folders[1])
+    (refused,) = check(root).refusals
+    assert refused.check == "submission.required_scenarios"
 
 
 @pytest.mark.parametrize("round_", ROUNDS)
