@@ -105,18 +105,18 @@ EXPECTED = {
     ("analyst-gb200", "large-model"): (FAILS, 847.23, ("scope",)),
     ("analyst-gb200", "architecture"): (FAILS, "dense", ("fact",)),
     ("analyst-gb200", "leader"): (HOLDS, 13_015.4, ()),
-    ("analyst-gb200", "two-clouds"): (FAILS, 6, ("arithmetic",)),
+    ("analyst-gb200", "two-clouds"): (FAILS, 6, ("fact",)),
     ("analyst-gb200", "server"): (HOLDS, 0.884, ()),
     ("analyst-gb200", "fewer-vms"): (FAILS, 12, ("arithmetic",)),
     ("analyst-gb200", "more-per-rack"): (UNKNOWN, None, ()),
     ("analyst-gb200", "predictable"): (UNKNOWN, None, ()),
-    ("newer-rounds", "still-highest"): (FAILS, 1_136_100, ("arithmetic",)),
-    ("newer-rounds", "still-highest-per-gpu"): (FAILS, 16_531.6, ("arithmetic",)),
+    ("newer-rounds", "still-highest"): (FAILS, 1_136_100, ("fact",)),
+    ("newer-rounds", "still-highest-per-gpu"): (FAILS, 16_531.6, ("fact",)),
     ("newer-rounds", "successor"): (HOLDS, 1_126_850, ()),
     ("newer-rounds", "successor-of-the-successor"): (HOLDS, 1_136_100, ()),
     ("newer-rounds", "shorter-answers"): (HOLDS, 7.62, ()),
     ("newer-rounds", "any-model"): (HOLDS, 1_197_710, ()),
-    ("newer-rounds", "submitters"): (FAILS, 5, ("arithmetic",)),
+    ("newer-rounds", "submitters"): (FAILS, 5, ("fact",)),
 }
 
 
