@@ -137,16 +137,16 @@ def test_the_cost_model_gives_verified_offline_rates(accelerator):
 
 @pytest.mark.parametrize(("accelerator", "fit"), [("H200", 1.5), ("GB200", 3.2), ("B200", 3.3)])
 def test_limits_over_means_give_verified_interactive_rates(accelerator, fit):
-    """The fits of the assumption ``p99_over_mean_latency``; Interactive allows 0.45 s and 40 ms."""
+    """The fits of the assumption ``p99_over_mean_latency``, made on v5.1; Interactive allows 0.45 s and 40 ms."""
     assumptions = load_assumptions(
         settings=["ttft_limit_seconds=0.45", "tpot_limit_seconds=0.04", f"p99_over_mean_latency={fit}"]
     )
-    rows = results_of(accelerator, "llama2-70b-99", "offline")
+    rows = results_of(accelerator, "llama2-70b-99", "offline", "v5.1")
     fastest = rows[0].output_tokens_per_second / rows[0].accelerators
     pairs = [
         (offline, interactive)
         for offline in rows
-        for interactive in results_of(accelerator, "llama2-70b-99", "interactive")
+        for interactive in results_of(accelerator, "llama2-70b-99", "interactive", "v5.1")
         if offline.id == interactive.id and offline.output_tokens_per_second > 0.9 * fastest * offline.accelerators
     ]
     shares = []
