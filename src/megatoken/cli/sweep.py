@@ -82,7 +82,10 @@ def sweep(
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
-    """Measure latency against throughput: one load after the other, closed loop or open loop; finds the knee."""
+    """Measure latency against throughput.
+
+    One load after the other, closed loop or open loop; finds the knee.
+    """
     if trace is not None or speed is not None:
         plan = _replay(trace, speed, settle, others=[concurrency, rates, burstiness])
     else:
