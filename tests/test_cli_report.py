@@ -37,15 +37,14 @@ def test_the_page_of_a_saved_document(tmp_path: Path) -> None:
     assert elsewhere.read_text() == saved
 
 
-def test_a_folder_of_equal_runs_has_a_page_on_all_of_them(
+def test_a_folder_of_runs_has_a_page_on_each_and_none_that_nobody_asked_for(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(two_runs(tmp_path_factory)[0].parent, tmp_path / "runs"))
-    together = folder / "repeats.html"
-    expected = [*(run / "report.html" for run in sorted(folder.iterdir())), together]
+    runs = sorted(folder.iterdir())
     code, stdout, err = call_here("report", folder)
-    assert (code, stdout.splitlines(), err) == (0, [str(page) for page in expected], "")
-    assert "mean of 2 runs, with 95 % confidence" in together.read_text()
+    assert (code, stdout.splitlines(), err) == (0, [str(run / "report.html") for run in runs], "")
+    assert sorted(folder.iterdir()) == runs
 
 
 def test_the_page_of_a_document_lies_beside_it_wherever_the_command_is_called(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_step_of_a_rack_is_simulated_in_little_time() -> None:
         began = time.process_time()
         [run] = simulate_rack(rack, lengths, seconds=180)
         best = min(best, (time.process_time() - began) / run.steps)
-    assert best < 250e-6  # a busy machine takes twice to three times as long for the same instructions
+    assert best < 400e-6  # a busy machine takes up to four times as long for the same instructions
 
 
 def test_a_plan_of_it() -> None:

@@ -59,6 +59,8 @@ def rate_unit(sweeps: Sequence[Sweep]) -> str:
 
 def load_figures(sweeps: Sequence[Sweep], marked: Sequence[float]) -> Iterator[Figure]:
     """All charts; ``marked`` loads have their number next to the first curve of each sweep."""
+    if not sweeps:
+        return
     rate, unit = per_machine, rate_unit(sweeps)
     yield from _against(
         "Latency against throughput", "s", unit, sweeps, rate, _percentiles("latency_seconds"), marked=marked

@@ -101,11 +101,9 @@ def sweep_comparison_view(document: Document) -> View:
 
 def _found_table(document: Document) -> Table:
     keys = ("knee", "highest_within_limits", "peak", "peak_output_tokens_per_second")
-    rows = tuple(
-        (part.text("name"), *(precise(part.part("found").number(key)) for key in keys))
-        for part in document.parts("sweeps")
-    )
-    unit = document.parts("sweeps")[0].text("load_unit")
+    sweeps = document.parts("sweeps")
+    rows = tuple((part.text("name"), *(precise(part.part("found").number(key)) for key in keys)) for part in sweeps)
+    unit = sweeps[0].text("load_unit") if sweeps else ""
     loads = (Column(name, unit, numeric=True) for name in ("Knee", "Within limits", "Peak"))
     heads = (*loads, Column("Output at peak", "tokens/s", numeric=True))
     return Table("What the sweeps found", (Column("Sweep"), *heads), rows)
