@@ -323,7 +323,7 @@ sample_rows = st.builds(
     st.sampled_from(["a", "b"]),
     st.integers(0, 3),
     st.none() | st.text(max_size=5),
-    *[st.none() | SECONDS] * 4,
+    *[st.none() | SECONDS] * 5,
 )
 
 

