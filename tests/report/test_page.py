@@ -142,6 +142,12 @@ def test_a_damaged_document_makes_a_page_or_an_error_of_one_line(document):
     assert len(complaint(document).splitlines()) <= 1
 
 
+def test_a_key_that_breaks_lines_stays_in_its_line():
+    document = json.loads(json.dumps(DOCUMENTS["repeats"]()))
+    assert "not an object" in (said := complaint(document | {"metrics": {"a\u2028b\x1c\n": False}}))
+    assert len(said.splitlines()) == 1
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(KINDS), st.dictionaries(st.text(max_size=8), JSON, max_size=4))
 def test_a_document_of_anything_makes_a_page(kind, values):

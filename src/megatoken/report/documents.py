@@ -49,7 +49,7 @@ class Document:
     def part(self, key: str) -> Document:
         """The object under ``key``, an empty one where it is absent or null."""
         value = self._value(key, lambda value: isinstance(value, dict), "an object")
-        return Document(value or {}, f"{self.where}: {key}")
+        return Document(value or {}, f"{self.where}: {_name(key)}")
 
     def parts(self, key: str) -> list[Document]:
         """The objects listed under ``key``."""
@@ -57,7 +57,7 @@ class Document:
         for index, item in enumerate(listed):
             if not isinstance(item, dict):
                 raise self._wrong(f"{key}[{index}]", "an object")
-        return [Document(item, f"{self.where}: {key}[{index}]") for index, item in enumerate(listed)]
+        return [Document(item, f"{self.where}: {_name(key)}[{index}]") for index, item in enumerate(listed)]
 
     def numbers(self, key: str) -> list[float]:
         """The numbers listed under ``key``."""
@@ -87,7 +87,12 @@ class Document:
         return value
 
     def _wrong(self, key: str, wanted: str) -> UsageError:
-        return UsageError(f"{self.where}: {key} is not {wanted}; rebuild the file with the command that wrote it")
+        return UsageError(f"{self.where}: {_name(key)} is not {wanted}; rebuild the file with the command that wrote it")
+
+
+def _name(key: str) -> str:
+    """``key`` in one line; a damaged file may hold any."""
+    return " ".join(clean(key).split())
 
 
 def read_document(path: Path) -> Document:
