@@ -294,12 +294,13 @@ def _drawn(logits_RV: Tensor, block: _Block) -> Tensor:
     """
     temperature_R1 = block.column("temperature")
     logits_RV = logits_RV - logits_RV.amax(-1, keepdim=True)  # then no temperature above 0 overflows
-    weight_RV = (logits_RV / temperature_R1).exp()
     if block.any("min_p", 0):
-        unlikely_RV = weight_RV < block.column("min_p")  # the best token weighs 1
-        logits_RV, weight_RV = logits_RV.masked_fill(unlikely_RV, -math.inf), weight_RV.masked_fill(unlikely_RV, 0.0)
+        weight_RV = (logits_RV / temperature_R1).exp()  # the best token weighs 1
+        logits_RV = logits_RV.masked_fill(weight_RV < block.column("min_p"), -math.inf)
+        del weight_RV  # `_kept` needs its room
     if block.any("top_k", 0) or block.any("top_p", 1):
-        weight_RV = weight_RV.masked_fill(~_kept(logits_RV, temperature_R1, block), 0.0)
+        logits_RV = logits_RV.masked_fill(~_kept(logits_RV, temperature_R1, block), -math.inf)
+    weight_RV = (logits_RV / temperature_R1).exp()
     cumulative_RV = weight_RV.cumsum(-1)
     # The best token weighs 1, and 1 - 2^-53 times 1 or more stays below it in float64: the search ends at a token.
     index_R1 = torch.searchsorted(cumulative_RV, block.column("uniform") * cumulative_RV[:, -1:], right=True)
