@@ -87,7 +87,8 @@ class Document:
         return value
 
     def _wrong(self, key: str, wanted: str) -> UsageError:
-        return UsageError(f"{self.where}: {_name(key)} is not {wanted}; rebuild the file with the command that wrote it")
+        key = _name(key)
+        return UsageError(f"{self.where}: {key} is not {wanted}; rebuild the file with the command that wrote it")
 
 
 def _name(key: str) -> str:
