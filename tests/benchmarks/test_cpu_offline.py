@@ -143,6 +143,7 @@ def test_report_says_when_the_machine_was_busy_or_memory_too_much() -> None:
     assert "unknown" in text
 
 
+@pytest.mark.timing
 def test_watching_sees_the_memory_and_the_processor_time_of_grandchildren(tmp_path: Path) -> None:
     grandchild = (
         "import time; block = bytearray(b'x' * 150_000_000); end = time.time() + 1.5\nwhile time.time() < end: pass"
@@ -193,6 +194,7 @@ def test_answer_is_alone_on_standard_output_whatever_the_engine_prints(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_own_and_transformers_answer_the_same_on_a_checkpoint_made_here(tmp_path: Path) -> None:
     shape = ModelConfig(
         "mini", 32, 64, layers=1, heads=4, kv_heads=2, head_dim=8, vocabulary_size=96, max_positions=512

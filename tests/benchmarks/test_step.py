@@ -61,6 +61,7 @@ def test_shipped_lengths_come_over_and_over_and_prompts_differ() -> None:
         step.endless_requests("60/7", 100, 64)
 
 
+@pytest.mark.timing
 def test_rates_of_a_running_engine(load: step.Load) -> None:
     load.steps(3)
     recorder = step.Recorder(load.engine)

@@ -67,6 +67,7 @@ def answered(target: EndpointTarget, requests: list[Request]) -> dict[int, Sampl
     return last
 
 
+@pytest.mark.timing
 def test_times_are_those_at_which_the_server_sent(server: Server) -> None:
     with connected(server.url) as target:
         last = answered(target, prompts("ok", "ok again", "split", tokens=12))

@@ -221,6 +221,7 @@ def test_a_target_step_time_is_kept() -> None:
     assert longest(0.08) < 0.084
 
 
+@pytest.mark.timing
 def test_real_time_does_not_drift() -> None:
     """Steps of 5 ms: each may end late, their sum may not. Three tries, for a machine that is busy."""
     drifts = []
@@ -264,6 +265,7 @@ def test_a_late_machine_does_not_make_the_engine_late(pause: float, lost: float)
     assert ends[1] - ends[0] == pytest.approx(lost, abs=0.05)
 
 
+@pytest.mark.timing
 def test_waiting_costs_no_processor_time() -> None:
     engine = Engine.simulated("llama2-70b", EngineConfig(precision="fp8"), "H200")
     for _ in range(4):

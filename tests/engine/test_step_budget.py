@@ -94,6 +94,7 @@ def test_answers_are_the_same_whatever_a_step_may_take(engines: tuple[Engine, En
     assert limited.describe()["target_step_seconds"] == 1e-6
 
 
+@pytest.mark.timing
 def test_prompts_that_arrive_do_not_hold_up_those_who_decode(engines: tuple[Engine, Engine]) -> None:
     """Long prompts arrive while one decodes: its longest wait for a token is what a step may take, about."""
 

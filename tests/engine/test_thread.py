@@ -184,6 +184,7 @@ def test_a_busy_engine_is_not_taken(directory: Path) -> None:
         EngineThread(engine)
 
 
+@pytest.mark.timing
 def test_an_idle_thread_wakes_at_once_and_uses_no_processor() -> None:
     with EngineThread(Engine.simulated("tiny", EngineConfig(), "H200", VirtualClock())) as shared:
         waits = []

@@ -35,6 +35,7 @@ def test_the_share_is_of_the_time_that_all_threads_wanted_a_core(
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")
+@pytest.mark.timing
 def test_two_processes_on_one_core_wait_for_each_other() -> None:
     cores = os.sched_getaffinity(0)
     core = {min(cores)}

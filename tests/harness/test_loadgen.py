@@ -112,6 +112,7 @@ def test_what_is_left_out_comes_from_mlperf_conf(tmp_path: Path) -> None:
     assert (tmp_path / "user.conf").read_text().split("\n")[0] == "*.Offline.target_qps = 1"
 
 
+@pytest.mark.timing
 def test_server_issues_at_the_times_that_its_seed_gives(tmp_path: Path) -> None:
     wanted = settings(scenario="server", library_rows=600, samples=600, rate=300.0)
     answered = Answered(tmp_path, [5, 6], wanted)

@@ -31,6 +31,7 @@ def codes(run: Run) -> list[str]:
     return [reason["code"] for reason in run.reasons]
 
 
+@pytest.mark.timing
 def test_a_measured_run_records_every_sample_as_loadgen_saw_it(tmp_path: Path, lengths: Path) -> None:
     finished = run(tmp_path, lengths, {"samples": 100}, per_poll=5, pause_seconds=0.02)
     assert finished.verdict is Verdict.MEASURED
@@ -63,6 +64,7 @@ def test_a_measured_run_records_every_sample_as_loadgen_saw_it(tmp_path: Path, l
     assert not (finished.path / "mlperf" / "ABANDONED.txt").exists()
 
 
+@pytest.mark.timing
 def test_a_claim_that_is_met_is_valid(tmp_path: Path, lengths: Path) -> None:
     config = {"rules": "v5.1", "min_duration_seconds": 0.3}
     finished = run(tmp_path, lengths, config, rules_seconds=0.3, per_poll=20, pause_seconds=0.0002)
@@ -115,6 +117,7 @@ def test_a_target_that_falls_over_leaves_an_interrupted_run_that_says_why(tmp_pa
     assert_facts_of_the_start_are_there(finished)
 
 
+@pytest.mark.timing
 def test_a_run_whose_answers_end_early_lasts_as_long_as_asked(tmp_path: Path) -> None:
     """Answers of about 8 tokens where 48 are allowed: a run sized by the limit would be over after a sixth."""
     model = make_checkpoint(tmp_path / "model")
@@ -153,6 +156,7 @@ def assert_facts_of_the_start_are_there(interrupted: Run) -> None:
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.timing
 def test_a_signal_ends_the_run_soon_and_keeps_what_was_done(
     tmp_path: Path, lengths: Path, number: signal.Signals, name: str
 ) -> None:

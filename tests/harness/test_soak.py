@@ -77,6 +77,7 @@ def check_whole(run: Run, duration: float) -> None:
     assert list((run.path / "mlperf").iterdir()) == []
 
 
+@pytest.mark.timing
 def test_a_soak_keeps_the_target_full_for_its_time_and_is_judged(tmp_path: Path, load: list[object]) -> None:
     code, out, err = call_here("soak", "--duration", "14s", *load, "--json", "--out", tmp_path)
     printed = json.loads(out)
@@ -116,6 +117,7 @@ def test_a_soak_keeps_the_target_full_for_its_time_and_is_judged(tmp_path: Path,
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")
+@pytest.mark.timing
 def test_a_soak_says_so_when_other_work_takes_the_cores(tmp_path: Path, load: list[object]) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -132,6 +134,7 @@ def test_a_soak_says_so_when_other_work_takes_the_cores(tmp_path: Path, load: li
     assert result["notes"][-1]["code"] == "CORE_WAIT"
 
 
+@pytest.mark.timing
 def test_the_headline_is_the_rate_under_load_and_the_live_line_says_that_it_drains(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: list[object]
 ) -> None:
@@ -166,6 +169,7 @@ def reached(out: Path, seconds: float, process: "subprocess.Popen[str]") -> Path
     raise AssertionError("the soak does not get on")
 
 
+@pytest.mark.timing
 def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[object]) -> None:
     with started("soak", "--duration", "1h", *load, "--out", tmp_path) as process:
         path = reached(tmp_path, 3.0, process)

@@ -99,6 +99,7 @@ def replicas_told(of_rack: int, of_alpha: int, of_beta: int) -> dict[str, int]:
     return values | {"rack_nodes__0__replicas": of_alpha, "rack_nodes__1__replicas": of_beta}
 
 
+@pytest.mark.timing
 def test_two_nodes_share_one_query(drive: Any) -> None:
     driver = drive(*TINY, "--samples", "80")
     code, output, messages = driver.end()
@@ -233,6 +234,7 @@ def test_what_does_not_fit_is_refused(drive: Any, flags: tuple[str, ...], words:
     assert not driver.out.exists()
 
 
+@pytest.mark.timing
 def test_a_loadgen_on_every_node(drive: Any) -> None:
     driver = drive(*TINY, "--rack.count", "per_node", "--samples", "30")
     code, output, messages = driver.end()
@@ -277,6 +279,7 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
     )
 
 
+@pytest.mark.timing
 def test_every_node_offers_a_rate_of_its_own(drive: Any) -> None:
     driver = drive(*TINY, "--rack.count", "per_node", "--scenario", "interactive", "--rate", "6", "--min-duration", "3")
     code, output, messages = driver.end()

@@ -188,6 +188,7 @@ def test_secrets_never_reach_the_disk(tmp_path):
     }
 
 
+@pytest.mark.timing
 def test_a_call_from_the_engine_thread_takes_microseconds(tmp_path):
     folder = create(tmp_path)
     rows = [sample(1)]

@@ -208,6 +208,7 @@ def test_hostile_templates_get_an_error(template: str, tmp_path: Path) -> None:
     assert str(after).startswith("<|im_start|>user\nhello")
 
 
+@pytest.mark.timing
 def test_a_template_that_hangs_is_killed_while_the_loop_runs(tmp_path: Path) -> None:
     nested = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     templates = write_model(tmp_path, CHATML)
@@ -273,6 +274,7 @@ def test_the_whole_chat_is_bounded(tmp_path: Path) -> None:
     assert str(after).startswith("<|im_start|>user\nhello")
 
 
+@pytest.mark.timing
 def test_chats_wait_in_a_bounded_queue_and_only_for_clients_that_stay(tmp_path: Path) -> None:
     templates = write_model(tmp_path, CHATML)
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

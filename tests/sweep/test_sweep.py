@@ -95,6 +95,7 @@ def test_figures_of_a_point_against_loops_over_its_rows(runs: list[Run]) -> None
     assert figures["user_tokens_per_second"]["p50"] == pytest.approx(1 / figures["tpot_seconds"]["p50"])
 
 
+@pytest.mark.timing
 def test_an_open_loop_counts_from_the_time_due(flags: list[object], tmp_path: Path) -> None:
     code, out, err = call_here("sweep", *flags, "--rates", "20", "--json", "--out", tmp_path)
     assert code == 0, err
@@ -180,6 +181,7 @@ def test_a_sweep_is_compared_with_nothing_else(swept: Path, runs: list[Run]) -> 
     assert "sweeps only" in err
 
 
+@pytest.mark.timing
 def test_a_trace_is_replayed_at_its_times(flags: list[object], tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = "".join(f"{100 + i / 10},x,{5 + i % 3},{3 + i % 2},0,y\n" for i in range(40))
