@@ -16,8 +16,9 @@ from over_admission import expect_short_answers
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling
+from megatoken.engine import Engine, EngineConfig, FinishReason, Grammar, GrammarKind, Request, Sampling
 from megatoken.engine.active_request import ActiveRequest, activate
+from megatoken.engine.adjustments import BadWords
 from megatoken.engine.config import find_shape
 from megatoken.engine.ops import NO_TOKEN, NOTHING_LEFT
 from megatoken.engine.sampling import sample
@@ -274,3 +275,44 @@ def test_plain_requests_cost_a_step_nothing(directory: Path, monkeypatch: pytest
 def test_engine_config_is_not_needed_for_options(directory: Path) -> None:
     engine = Engine(directory, EngineConfig(precision="fp32"))
     assert engine.generate(mixed_requests()) == [answer_alone(directory, one) for one in mixed_requests()]
+
+
+@OVERLAP
+def test_bad_words_are_not_generated(overlap: bool) -> None:
+    """Words of one token and of several, with and without a space in front, also next to requests without any."""
+    engine = Engine("reference", EngineConfig(precision="fp32", threads=1, overlap=overlap))
+    assert engine.tokenizer is not None
+    prompts = [
+        "Sort the words.\npear, apple, plum, fig\nAnswer:\n",
+        "Write the date like 14/03/2021.\nJune 27, 2027\nAnswer:\n",
+    ]
+    plain = engine.generate([Request(prompt, 30) for prompt in prompts])
+    words = [("plum", "fig"), ("1027",)]
+    lengths = {len(engine.tokenizer.encode(one, add_special=False)) for word in words for one in word}
+    assert max(lengths) > 1 and all(word in one.text for one, (word, *_) in zip(plain, words, strict=True))
+    asked = [Request(prompt, 30, bad_words=word) for prompt, word in zip(prompts, words, strict=True)]
+    drawn = Request(prompts[0], 30, Sampling(1.0, seed=3, repetition_penalty=1.1), bad_words=words[0])
+    found = engine.generate([asked[0], Request(prompts[0], 30), asked[1], drawn])
+    assert found[1] == plain[0]
+    for completion, word in ((found[0], words[0]), (found[2], words[1]), (found[3], words[0])):
+        ids = completion.token_ids
+        for spelling in [space + one for one in word for space in ("", " ")]:
+            bad = engine.tokenizer.encode(spelling, add_special=False)
+            assert all(ids[at : at + len(bad)] != bad for at in range(len(ids)))
+    assert found[0].token_ids != plain[0].token_ids and found[2].token_ids != plain[1].token_ids
+
+
+def test_bad_words_mask_the_last_token_only_where_the_others_match() -> None:
+    bad = BadWords([(5,), (7, 8), (1, 2, 3), (9, 2, 4)])
+    assert bad.single.tolist() == [5] and bad.need_tokens and not BadWords([(5,)]).need_tokens
+    answers_and_masks = [([], []), ([7], [8]), ([2], []), ([1, 2], [3]), ([4, 9, 2], [4]), ([1, 9], []), ([7, 1], [])]
+    assert [(answer, bad.last_tokens(answer)) for answer, _ in answers_and_masks] == answers_and_masks
+
+
+def test_bad_words_that_cannot_be_kept_out_are_refused(directory: Path) -> None:
+    with pytest.raises(RequestError, match="no tokenizer"):
+        make_engine(directory).submit(request(bad_words=("word",)))
+    with pytest.raises(RequestError, match="exclude each other"):
+        make_engine(directory).submit(request(bad_words=("word",), grammar=Grammar(GrammarKind.REGEX, "a")))
+    with pytest.raises(RequestError, match="bad_words is"):
+        make_engine(directory).submit(request(bad_words=("",)))

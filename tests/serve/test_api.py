@@ -74,6 +74,8 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "to itself alone"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "response_format", "ignore_eos"),
     ({"request_id": "a b"}, "request_id", "match"),
+    ({"bad_words": [""]}, "bad_words.0", "must not be empty"),
+    ({"bad_words": ["a"], "response_format": {"type": "json_object"}}, "bad_words", "of a given form"),
 ]
 
 
@@ -240,6 +242,15 @@ def test_echo_of_a_prompt_alone(server: Served) -> None:
     assert usage["completion_tokens"] == 0 and usage["total_tokens"] == usage["prompt_tokens"] > 0
     *events, last = text(server, **details, stream=True, stream_options={"include_usage": True}).events()
     assert [event["choices"][0]["token_ids"] for event in events] == [[], []] and last["usage"] == usage
+
+
+def test_bad_words_are_not_in_the_answer(server: Served) -> None:
+    free = text(server).json()["choices"][0]["text"]
+    year = free.split("/")[-1].strip()
+    for fields in ({}, {"n": 2, "temperature": 1, "seed": 1}):
+        choices = text(server, bad_words=[year, free[:2]], max_tokens=30, **fields).json()["choices"]
+        assert all(free[:2] not in one["text"] and year not in one["text"] for one in choices)
+    assert chat(server, bad_words=[free[:2]]).status == 200
 
 
 def test_endings(server: Served) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatoken.engine.adjustments import Adjustments, adjustments_of
+from megatoken.engine.adjustments import Adjustments, BadWords, adjustments_of
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.request import Request, Sampling
 
@@ -48,14 +48,15 @@ def activate(
     *,
     text: TextStream | None = None,
     guide: Guide | None = None,
+    bad_words: BadWords | None = None,
 ) -> ActiveRequest:
     """A checked request, ready to be queued.
 
-    ``text`` makes the text of its events; ``guide`` leads along its grammar.
+    ``text`` makes the text of its events; ``guide`` leads along its grammar; ``bad_words`` are its own.
     """
     stop_ids = frozenset(request.stop_token_ids)
     if not request.ignore_end_token:
         stop_ids |= frozenset(model.end_token_ids)
-    adjustments = adjustments_of(request, prompt, stop_ids, model.vocabulary_size, guide)
+    adjustments = adjustments_of(request, prompt, stop_ids, model.vocabulary_size, guide, bad_words)
     plain = request.sampling.temperature == 0 and adjustments is None and request.logprobs is None
     return ActiveRequest(request, prompt, stop_ids, request.sampling, [], adjustments, plain, text=text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.engine.request import Request
+from megatoken.errors import RequestError
 
 if TYPE_CHECKING:
     from megatoken.engine.grammar import Guide
+    from megatoken.engine.tokenizer import Tokenizer
 
 SMALLEST_CAPACITY = 64
 
@@ -49,6 +51,46 @@ class TokenCounts:
         return self._ids[:used], self._counts[:used]
 
 
+class BadWords:
+    """Encodings of words, and which tokens would complete one."""
+
+    def __init__(self, encodings: Collection[tuple[int, ...]]) -> None:
+        """``encodings``: token ids of each, at least one."""
+        self.single = np.array([one[0] for one in encodings if len(one) == 1], dtype=np.int64)
+        self._longer: Mapping[int, list[tuple[int, ...]]] = {}  # by the last token but one
+        for one in encodings:
+            if len(one) > 1:
+                self._longer.setdefault(one[-2], []).append(one)
+
+    @property
+    def need_tokens(self) -> bool:
+        """Whether the tokens to mask depend on those before."""
+        return bool(self._longer)
+
+    def last_tokens(self, generated: Sequence[int]) -> list[int]:
+        """Tokens that would complete an encoding of several tokens after ``generated``."""
+        near = self._longer.get(generated[-1], ()) if generated else ()
+        return [one[-1] for one in near if tuple(generated[1 - len(one) :]) == one[:-1]]
+
+
+def bad_words_of(request: Request, tokenizer: Tokenizer | None, vocabulary_size: int) -> BadWords | None:
+    """The encodings of the request's ``bad_words``, with and without a space in front; None if it has none.
+
+    Raises:
+        RequestError: the model has no tokenizer, or a word cannot be encoded.
+    """
+    if not request.bad_words:
+        return None
+    if tokenizer is None:
+        raise RequestError("the model has no tokenizer.json, so bad_words must be empty", "bad_words")
+    spellings = [space + word.lstrip(" ") for word in request.bad_words for space in ("", " ")]
+    try:
+        encodings = {tuple(tokenizer.encode(one, add_special=False)) for one in spellings}
+    except RequestError as error:
+        raise RequestError(str(error).replace("the prompt", "one of bad_words"), "bad_words") from None
+    return BadWords([one for one in encodings if one and max(one) < vocabulary_size])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjustments:
     """What changes the logits of one request."""
@@ -59,13 +101,25 @@ class Adjustments:
     end_ids: NDArray[np.int64]  # that it must not choose
     min_tokens: int  # before it has so many
     guide: Guide | None = None  # along its grammar
+    bad_words: BadWords | None = None
 
-    def biases(self, num_generated: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Token ids and what is added to their logits, for the token after ``num_generated``."""
-        if num_generated >= self.min_tokens:
+    @property
+    def need_tokens(self) -> bool:
+        """Whether the next token cannot be chosen before the one before it is on the host."""
+        return self.guide is not None or (self.bad_words is not None and self.bad_words.need_tokens)
+
+    def biases(self, num_generated: int, generated: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Token ids and what is added to their logits, for the token after ``num_generated``.
+
+        ``generated``: all of these, or those on the host if the adjustments do not ``need_tokens``.
+        """
+        masked: list[NDArray[np.int64]] = [] if num_generated >= self.min_tokens else [self.end_ids]
+        if self.bad_words is not None:
+            masked += [self.bad_words.single, np.array(self.bad_words.last_tokens(generated), dtype=np.int64)]
+        if not masked:
             return self.bias_ids, self.bias_values
-        masked = np.full(len(self.end_ids), -np.inf)
-        return np.concatenate((self.bias_ids, self.end_ids)), np.concatenate((self.bias_values, masked))
+        ids = np.concatenate((self.bias_ids, *masked))
+        return ids, np.concatenate((self.bias_values, np.full(len(ids) - len(self.bias_ids), -np.inf)))
 
 
 def adjustments_of(
@@ -74,15 +128,16 @@ def adjustments_of(
     stop_ids: Collection[int],
     vocabulary_size: int,
     guide: Guide | None = None,
+    bad_words: BadWords | None = None,
 ) -> Adjustments | None:
     """The adjustments of a checked request, or None if its options do not change any logit.
 
-    ``stop_ids`` end it; ``guide`` leads along its grammar.
+    ``stop_ids`` end it; ``guide`` leads along its grammar; ``bad_words`` are its own.
     """
     sampling = request.sampling
     repeats = sampling.repetition_penalty != 1
     penalised = repeats or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    if not (penalised or sampling.logit_bias or request.min_tokens or guide is not None):
+    if not (penalised or sampling.logit_bias or request.min_tokens or guide is not None or bad_words is not None):
         return None
     return Adjustments(
         counts=TokenCounts(prompt if repeats else ()) if penalised else None,
@@ -91,4 +146,5 @@ def adjustments_of(
         end_ids=np.array([one for one in stop_ids if 0 <= one < vocabulary_size], dtype=np.int64),
         min_tokens=request.min_tokens,
         guide=guide,
+        bad_words=bad_words,
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from megatoken.engine.active_request import ActiveRequest, activate
+from megatoken.engine.adjustments import bad_words_of
 from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.grammar import Grammars
 from megatoken.engine.prefix_cache import extend_keys
@@ -193,7 +194,8 @@ class Engine:
         if request.stop or (text and self.tokenizer is not None):
             stream = self._text_stream(request)
         guide = None if request.grammar is None else self._grammars.guide(request, request.grammar)
-        checked = activate(request, prompt, self.model_config, text=stream, guide=guide)
+        bad_words = bad_words_of(request, self.tokenizer, self.model_config.vocabulary_size)
+        checked = activate(request, prompt, self.model_config, text=stream, guide=guide, bad_words=bad_words)
         self._extend_page_keys(checked)
         return checked
 

@@ -87,6 +87,10 @@ class Request:
     ``logprobs``: how many of the best tokens to report with each generated one; 0 reports only the generated one.
     ``prompt_logprobs``: the same for the tokens of the prompt. ``cache_salt``: only requests of an equal salt share
     cached prefixes.
+
+    ``bad_words``: texts that the answer does not get. Each is encoded as it is and with a space in front; where the
+    answer ends with all tokens of an encoding but the last, that one is not chosen. Other tokens that spell the same
+    text remain possible.
     """
 
     prompt: str | Sequence[int]
@@ -100,6 +104,7 @@ class Request:
     stop: tuple[str, ...] = ()
     grammar: Grammar | None = None
     cache_salt: str = ""
+    bad_words: tuple[str, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -199,13 +204,17 @@ def check_options(request: Request) -> None:
     for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
         if count is not None:
             _check_count(name, count, 0, _MOST_LOGPROBS, "0 or more")
-    stop = request.stop
-    if not isinstance(stop, list | tuple) or not all(isinstance(one, str) and one for one in stop):
-        raise RequestError(f"stop is {_shown(stop)}; it must be a tuple of strings that are not empty", "stop")
+    for name, strings in (("stop", request.stop), ("bad_words", request.bad_words)):
+        if not isinstance(strings, list | tuple) or not all(isinstance(one, str) and one for one in strings):
+            raise RequestError(f"{name} is {_shown(strings)}; it must be a tuple of strings that are not empty", name)
     if not isinstance(request.cache_salt, str):
         raise RequestError(f"cache_salt is {_shown(request.cache_salt)}; it must be a string", "cache_salt")
     if request.grammar is not None:
         _check_grammar(request.grammar)
+        if request.bad_words:
+            raise RequestError(
+                "bad_words and grammar exclude each other: the grammar may leave no other word", "bad_words"
+            )
     _check_sampling(sampling)
 
 
@@ -224,6 +233,7 @@ def used_options(request: Request) -> set[str]:
         "stop": len(request.stop) > 0,
         "grammar": request.grammar is not None,
         "cache_salt": request.cache_salt != "",
+        "bad_words": len(request.bad_words) > 0,
     }
     return {name for name, is_used in used.items() if is_used}
 

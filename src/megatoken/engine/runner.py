@@ -115,10 +115,10 @@ class _Choice:
 
     @property
     def must_wait(self) -> bool:
-        """Whether a grammar needs a token that is not on the host yet."""
+        """Whether a grammar, or a bad word of several tokens, needs a token that is not on the host yet."""
         return any(
             one.adjustments is not None
-            and one.adjustments.guide is not None
+            and one.adjustments.need_tokens
             and position > len(one.prompt) + len(one.generated)
             for one, position in zip(self._requests, self._positions.tolist(), strict=True)
         )
@@ -283,8 +283,8 @@ class ModelRunner:
             return MegatokenError(f"no token could be drawn after {after}: {type(cause).__name__}: {cause}")
         if mark == NOTHING_LEFT:
             return RequestError(
-                f"no token is left to choose after {after}: its min_tokens, logit_bias, grammar and penalties exclude "
-                "all; relax them"
+                f"no token is left to choose after {after}: its min_tokens, logit_bias, bad_words, grammar and "
+                "penalties exclude all; relax them"
             )
         return NumericsError(
             f"logits after {after} are not finite: the weights of {self.model_config.name} or their scales overflow "

@@ -155,7 +155,7 @@ def _entry_arrays(requests: Sequence[ActiveRequest], positions: NDArray[np.int64
     for at, (request, position) in enumerate(zip(requests, positions.tolist(), strict=True)):
         if (adjustments := request.adjustments) is None:
             continue
-        ids, values = adjustments.biases(position - len(request.prompt))
+        ids, values = adjustments.biases(position - len(request.prompt), request.generated)
         biases.append((np.full(len(ids), at), ids, values))
         if adjustments.counts is not None:
             ids, values = adjustments.counts.up_to_date(request.generated)

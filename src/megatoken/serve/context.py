@@ -207,10 +207,16 @@ def engine_requests(
     """The engine's requests: ``n`` for each prompt, with seeds one after the other.
 
     Raises:
-        ApiError: there are too many, ``logit_bias`` is wrong, or ``stop`` cannot be found in token ids.
+        ApiError: there are too many, a field has a wrong value, or two fields exclude each other.
     """
     if api.tokenizer is None and body.stops:
         raise ApiError("stop: the model has no tokenizer; use stop_token_ids", param="stop")
+    if body.bad_words and fields["grammar"] is not None:
+        raise ApiError(
+            "bad_words: not possible for an answer of a given form (response_format, structured_outputs, a demanded "
+            "tool call); leave one of them out",
+            param="bad_words",
+        )
     size = api.model.vocabulary_size
     if outside := [one for one in body.stop_token_ids if one >= size]:
         raise ApiError(f"stop_token_ids: {outside[0]} is outside the vocabulary of {size:,}", param="stop_token_ids")
@@ -226,6 +232,7 @@ def engine_requests(
             stop_token_ids=tuple(body.stop_token_ids),
             ignore_end_token=body.ignore_eos,
             min_tokens=body.min_tokens,
+            bad_words=tuple(body.bad_words),
             cache_salt=tenant_salt,
             **fields,
         )

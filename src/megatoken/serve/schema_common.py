@@ -15,6 +15,8 @@ from megatoken.serve.request_errors import ApiError, field_error
 LONGEST_STOP = 1024  # characters
 MOST_STOPS = 16
 MOST_CHOICES = 128
+MOST_BAD_WORDS = 256
+LONGEST_BAD_WORD = 128  # characters
 MOST_BIASES = 1024
 LARGEST_GRAMMAR = 1 << 18  # characters
 
@@ -27,6 +29,7 @@ _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_BAD_WORD)]
 
 # Fields that OpenAI's API or other servers have, and this one, or some of its routes, do not: the values, besides null,
 # that change nothing. A route whose schema has the field takes it.
@@ -250,6 +253,7 @@ class GenerationFields(Body):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] = Field(default_factory=dict)
+    bad_words: Items[BadWord] = Field(default_factory=list, max_length=MOST_BAD_WORDS)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     stop: StopString | Annotated[Items[StopString], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
