@@ -283,7 +283,6 @@ UNACCEPTABLE = [
     (Request([1], grammar=Grammar("regex")), RequestError, "a grammar of kind regex needs a text"),
     (Request([1], grammar=Grammar("json_object", "{}")), RequestError, "a grammar of kind json_object needs no text"),
     (Request([1], grammar=Grammar("regex", 5)), RequestError, "the text of the grammar is 5; it must be a string"),
-    (Request([1], prompt_logprobs=1), RequestError, "prompt_logprobs is not supported by this engine"),
     (Request([1] * 70, 11), CapacityError, "80 tokens; lower max_tokens to 10, or raise"),
     (Request([1], 2**70), CapacityError, "a prompt of 1 token and 1"),
     (Request([1] * 80, 1), CapacityError, "80 tokens; shorten the prompt, or raise"),

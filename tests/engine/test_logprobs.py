@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megatoken.engine import Engine, Request, Sampling, TokenLogprobs
 from megatoken.engine.logprobs import best_logprobs, read_logprobs
+from megatoken.engine.memory import BLOCK_SAMPLES
 from megatoken.errors import RequestError
 
 
@@ -102,3 +103,68 @@ def test_events_carry_them_for_the_requests_that_asked(directory: Path) -> None:
 def test_simulated_engines_refuse_them() -> None:
     with pytest.raises(RequestError, match="logprobs is not supported by this engine"):
         Engine.simulated("llama3.1-8b").submit(Request([1], logprobs=1))
+
+
+PROMPT_SIZES = [
+    {"overlap": False},
+    {"overlap": True, "max_batched_tokens": 9},
+    {"overlap": True, "cache_tokens": 60, "max_batched_tokens": 9},
+    {"overlap": True, "prefix_cache": True},
+]
+
+
+@pytest.mark.parametrize("sizes", PROMPT_SIZES, ids=str)
+def test_prompts_carry_the_logprobs_of_transformers(directory: Path, sizes: dict[str, int]) -> None:
+    """In chunks, after preemptions, where an earlier prompt left its pages, and next to requests that ask for none."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    wanted = [None if seed % 3 == 2 else seed for seed in range(9)]
+    lengths = [20, 1, 20, 37, 5, 20, 2, 23, 4]
+    asked = [
+        request(seed % 2, tokens=12, prompt_tokens=length, prompt_logprobs=most, logprobs=seed % 2 or None)
+        for seed, (most, length) in enumerate(zip(wanted, lengths, strict=True))
+    ]
+    engine = make_engine(directory, **sizes)
+    expect_short_answers(engine._scheduler)
+    for one, completion in zip(asked, engine.generate(asked), strict=True):
+        plain = replace(one, logprobs=None, prompt_logprobs=None)
+        assert completion.token_ids == answer_alone(directory, plain).token_ids
+        if one.prompt_logprobs is None:
+            assert completion.prompt_logprobs == ()
+            continue
+        with torch.inference_mode():
+            logits = model(torch.tensor([one.prompt])).logits[0, :-1]
+        assert len(completion.prompt_logprobs) == len(one.prompt) - 1
+        for row, token, found in zip(logits.tolist(), one.prompt[1:], completion.prompt_logprobs, strict=True):
+            assert_close(found, defined_logprobs(row, token, one.prompt_logprobs), tolerance=1e-4)
+            assert found.rank == 1 + sum(other > row[token] for other in row)
+    assert engine.state().preemptions or "cache_tokens" not in sizes
+
+
+def test_prompt_logprobs_come_with_the_first_event_alone(directory: Path) -> None:
+    engine = make_engine(directory)
+    with_them, cancelled = (engine.submit(request(seed, prompt_tokens=30, prompt_logprobs=1)) for seed in (1, 2))
+    without = engine.submit(request(3))
+    engine.step()
+    engine.cancel(cancelled)
+    events = drain(engine)
+    counts = [len(event.prompt_logprobs) for event in events if event.request_id == with_them]
+    assert counts[0] == 29 and not any(counts[1:])
+    assert not any(event.prompt_logprobs for event in events if event.request_id in (without, cancelled))
+    assert not engine._prompt_logprobs
+
+
+def test_logits_of_a_prompt_are_made_a_few_at_a_time(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory does not grow with the prompt times the vocabulary."""
+    engine = make_engine(directory, max_batched_tokens=200, cache_tokens=400)
+    rows = []
+    linear = engine._runner._ops.linear
+
+    def recording(x_TD: torch.Tensor, linear: object, *others: object, inner: object = linear) -> torch.Tensor:
+        if linear is engine._runner._weights.head:
+            rows.append(len(x_TD))
+        return inner(x_TD, linear, *others)
+
+    monkeypatch.setattr(engine._runner._ops, "linear", recording)
+    [found] = engine.generate([request(prompt_tokens=150, tokens=1, prompt_logprobs=0)])
+    assert len(found.prompt_logprobs) == 149
+    assert max(rows) == BLOCK_SAMPLES and sum(rows) >= 149

@@ -58,5 +58,6 @@ def activate(
     if not request.ignore_end_token:
         stop_ids |= frozenset(model.end_token_ids)
     adjustments = adjustments_of(request, prompt, stop_ids, model.vocabulary_size, guide, bad_words)
-    plain = request.sampling.temperature == 0 and adjustments is None and request.logprobs is None
+    wants_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
+    plain = request.sampling.temperature == 0 and adjustments is None and not wants_logprobs
     return ActiveRequest(request, prompt, stop_ids, request.sampling, [], adjustments, plain, text=text)

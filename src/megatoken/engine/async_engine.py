@@ -53,6 +53,7 @@ class AsyncEngine:
         token_ids: list[int] = []
         pieces: list[str] = []
         logprobs: list[TokenLogprobs] = []
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         cached_tokens, reason = 0, FinishReason.CANCELLED
         checked = await self._check(request)
         async with aclosing(self._run(checked)) as events:
@@ -60,9 +61,11 @@ class AsyncEngine:
                 token_ids += event.token_ids
                 pieces.append(event.text)
                 logprobs += event.logprobs
+                prompt_logprobs += event.prompt_logprobs
                 cached_tokens += event.cached_tokens
                 reason = event.finish_reason or reason
-        return Completion(token_ids, reason, len(checked.prompt), "".join(pieces), tuple(logprobs), cached_tokens)
+        text, prompt_tokens = "".join(pieces), len(checked.prompt)
+        return Completion(token_ids, reason, prompt_tokens, text, tuple(logprobs), cached_tokens, prompt_logprobs)
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenEvent]:
         """Run one request, event by event; leaving the loop early cancels it. Raises as ``generate``.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatoken.engine.active_request import ActiveRequest
 from megatoken.engine.memory import BLOCK_SAMPLES
 from megatoken.engine.request import TokenLogprobs
+from megatoken.engine.runner_protocol import PromptPart
 from megatoken.engine.sampling import to_device
+from megatoken.engine.scheduler import StepPlan
 
 _LOW_BITS = 2**32 - 1
 
@@ -25,7 +29,7 @@ def best_logprobs(logits_SV: Tensor, chosen_S: Tensor, rows: Sequence[int], most
         most: M, how many of the best tokens.
 
     Returns:
-        float64 [rows, 1 + 2 M], see ``read_logprobs``. Nothing here waits for the device.
+        float64 [rows, 2 + 2 M], see ``read_logprobs``. Nothing here waits for the device.
     """
     row_L = to_device({"row": np.array(rows, dtype=np.int64)}, logits_SV.device)["row"]
     blocks = []
@@ -35,7 +39,9 @@ def best_logprobs(logits_SV: Tensor, chosen_S: Tensor, rows: Sequence[int], most
         best_RM = _best(logits_RV, min(most, logits_RV.shape[1]))
         logprob_RV = logits_RV.log_softmax(-1)
         tokens_RN = torch.cat((chosen_R1, best_RM), dim=1)
-        blocks.append(torch.cat((logprob_RV.gather(1, tokens_RN).double(), best_RM.double()), dim=1))
+        rank_R1 = (logits_RV > logits_RV.gather(1, chosen_R1)).sum(-1, keepdim=True) + 1
+        parts = (logprob_RV.gather(1, tokens_RN), best_RM, rank_R1)
+        blocks.append(torch.cat([part.double() for part in parts], dim=1))
     return torch.cat(blocks)
 
 
@@ -49,6 +55,64 @@ def _best(logits_RV: Tensor, most: int) -> Tensor:
 
 def read_logprobs(token_id: int, values: Sequence[float], wanted: int) -> TokenLogprobs:
     """One row of ``best_logprobs`` as a record; ``wanted``: how many of its best tokens."""
-    most = (len(values) - 1) // 2
+    most = (len(values) - 2) // 2
     best = zip(map(int, values[1 + most : 1 + most + wanted]), values[1 : 1 + wanted], strict=True)
-    return TokenLogprobs(token_id, values[0], tuple(best))
+    return TokenLogprobs(token_id, values[0], tuple(best), int(values[-1]))
+
+
+class _Wanted(NamedTuple):
+    request_id: int
+    first: int  # position of the first token whose logprobs are wanted
+    token_ids: list[int]
+    most: int  # how many of the best tokens to report
+
+
+class PromptTokens:
+    """The tokens of a step after which a prompt goes on, of requests that want the logprobs of their prompts."""
+
+    def __init__(self, plan: StepPlan, requests: Mapping[int, ActiveRequest]) -> None:
+        self._wanted: list[_Wanted] = []
+        rows: list[int] = []
+        row = plan.decodes
+        for chunk in range(plan.decodes, len(plan.count)):
+            request_id, start, count = (int(one[chunk]) for one in (plan.request_id, plan.start, plan.count))
+            request = requests[request_id]
+            most = request.request.prompt_logprobs
+            following = request.prompt[start + 1 : start + 1 + count]
+            # One that was preempted after its first token has reported them.
+            if most is not None and following and not request.generated:
+                self._wanted.append(_Wanted(request_id, start + 1, following, most))
+                rows += range(row, row + len(following))
+            row += count
+        self._rows = np.array(rows, dtype=np.int64)
+
+    def __bool__(self) -> bool:
+        return bool(self._wanted)
+
+    def logprobs(self, hidden_TD: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """``best_logprobs`` of the wanted tokens, a few at a time: the logits of a whole prompt would take gigabytes.
+
+        ``hidden_TD``: of all tokens of the step. ``head`` makes logits of such rows.
+        """
+        count = len(self._rows)
+        token_ids = np.array([token for one in self._wanted for token in one.token_ids], dtype=np.int64)
+        padding = (0, -count % BLOCK_SAMPLES)  # back ends compile kernels for each new number of rows
+        arrays = {"row": np.pad(self._rows, padding), "token": np.pad(token_ids, padding)}
+        on_device = to_device(arrays, hidden_TD.device)
+        most = max(one.most for one in self._wanted)
+        values = []
+        for first in range(0, count, BLOCK_SAMPLES):
+            block = slice(first, first + BLOCK_SAMPLES)
+            logits_RV = head(hidden_TD.index_select(0, on_device["row"][block]))
+            values.append(best_logprobs(logits_RV, on_device["token"][block], range(BLOCK_SAMPLES), most))
+        return torch.cat(values)[:count]
+
+    def read(self, values: Sequence[Sequence[float]]) -> dict[int, PromptPart]:
+        """By id of the request, from what came back from the device."""
+        rows = iter(values)
+        return {
+            one.request_id: PromptPart(
+                one.first, tuple(read_logprobs(token, next(rows), one.most) for token in one.token_ids)
+            )
+            for one in self._wanted
+        }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from megatoken.engine.active_request import ActiveRequest, activate
 from megatoken.engine.adjustments import bad_words_of
 from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.grammar import Grammars
+from megatoken.engine.one_thread import OneThread
 from megatoken.engine.prefix_cache import extend_keys
 from megatoken.engine.request import (
     Completion,
@@ -32,7 +32,7 @@ from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.step_time import StepTime, plan_within
-from megatoken.errors import RequestError, ThreadError
+from megatoken.errors import RequestError
 
 if TYPE_CHECKING:
     from megatoken.engine.simulated import Clock
@@ -45,20 +45,6 @@ class _InFlight(NamedTuple):
     tokens: int
     cached_tokens: int  # keys that its sequences see; 0 without a target for the time of steps
     step: LaunchedStep
-
-
-class _OneThread:
-    """Refuses a thread while another one is inside. The same thread may enter again; threads may take turns."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise ThreadError("two threads call one Engine at the same time; share it through an EngineThread")
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 class Engine:
@@ -133,13 +119,14 @@ class Engine:
         self._lookahead = int(runner.overlaps if config.overlap is None else config.overlap)
         self._active: dict[int, ActiveRequest] = {}
         self._texts: dict[int, TextStream] = {}  # of active requests whose events carry text
+        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of active requests that have no token yet
         self._grammars = Grammars(self.tokenizer, self.model_config)
         self._not_plain = 0  # active requests that need more than the highest logit
         self._in_flight: deque[_InFlight] = deque()
         self._held: list[TokenEvent] = []  # for the next step to report
         self._was_idle = True  # since the last step was launched
         self._next_id = 0
-        self.exclusive = _OneThread()
+        self.exclusive = OneThread()
         self._steps = self._batched_tokens = self._processed_tokens = 0
         self._output_tokens = self._decoded_tokens = self._context_tokens = 0
         self._computed_seconds = 0.0
@@ -210,6 +197,8 @@ class Engine:
             checked = replace(checked, sampling=replace(checked.sampling, seed=request_id))
         if checked.text is not None:
             self._texts[request_id] = checked.text
+        if checked.request.prompt_logprobs is not None:
+            self._prompt_logprobs[request_id] = []
         self._active[request_id] = checked
         return request_id
 
@@ -264,8 +253,7 @@ class Engine:
         """End a request now; its pages are free at once and ``step`` reports it as cancelled. Unknown ids pass."""
         with self.exclusive:
             if request_id in self._active:
-                self._end(request_id)
-                self._texts.pop(request_id, None)
+                self._drop(request_id)
                 self._held.append(TokenEvent(request_id, (), FinishReason.CANCELLED))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -284,6 +272,7 @@ class Engine:
             reasons: dict[int, FinishReason] = {}
             logprobs: dict[int, list[TokenLogprobs]] = {}
             cached_tokens: dict[int, int] = {}
+            prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
             try:
                 for request in requests:
                     request_id = self.submit(request)
@@ -292,6 +281,8 @@ class Engine:
                 while len(reasons) < len(running):
                     for event in self._step_for(running):
                         logprobs[event.request_id] += event.logprobs
+                        if event.prompt_logprobs:
+                            prompt_logprobs[event.request_id] = event.prompt_logprobs
                         if event.cached_tokens:
                             cached_tokens[event.request_id] = event.cached_tokens
                         if event.finish_reason is not None:
@@ -306,6 +297,7 @@ class Engine:
                     text=self._text(one),
                     logprobs=tuple(logprobs[key]),
                     cached_tokens=cached_tokens.get(key, 0),
+                    prompt_logprobs=prompt_logprobs.get(key, ()),
                 )
                 for key, one in running.items()
             ]
@@ -377,12 +369,17 @@ class Engine:
         with self.exclusive:
             gone = set(request_ids)
             for request_id in gone & self._active.keys():
-                self._end(request_id)
-                self._texts.pop(request_id, None)
+                self._drop(request_id)
             self._held = [event for event in self._held if event.request_id not in gone]
             if self._prefixes is not None:
                 for request_id in gone:
                     self._prefixes.cached_tokens.pop(request_id, None)
+
+    def _drop(self, request_id: int) -> None:
+        """End a request of which nothing more is reported."""
+        self._end(request_id)
+        self._texts.pop(request_id, None)
+        self._prompt_logprobs.pop(request_id, None)
 
     def _launch(self, plan: StepPlan) -> None:
         decodes, tokens = plan.decodes, plan.batched_tokens
@@ -428,11 +425,19 @@ class Engine:
             elif len(request.generated) == request.request.max_tokens:
                 reason = FinishReason.LENGTH
                 self._remove(request_id)
-            events.append(new_event(TokenEvent, (request_id, tokens, reason, None, (), 0, "")))
+            events.append(new_event(TokenEvent, (request_id, tokens, reason, None, (), 0, "", ())))
         self._output_tokens += output_tokens
         if logprobs := launched.step.logprobs:
             events[first:] = [
                 event._replace(logprobs=(logprobs[event.request_id],)) if event.request_id in logprobs else event
+                for event in events[first:]
+            ]
+        if self._prompt_logprobs:
+            for request_id, part in launched.step.prompt_logprobs.items():
+                if request_id in self._prompt_logprobs:
+                    self._prompt_logprobs[request_id][part.first - 1 :] = part.logprobs
+            events[first:] = [
+                event._replace(prompt_logprobs=tuple(self._prompt_logprobs.pop(event.request_id, ())))
                 for event in events[first:]
             ]
         if self._texts:

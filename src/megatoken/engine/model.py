@@ -176,12 +176,32 @@ def forward(
 
     ``ranks``: the ranks that share the model. With shared memory each keeps its part of the residual stream's tokens.
     """
+    h_SD = hidden_states(weights, config, ops, cache, batch, ranks)
+    if not batch.samples:
+        return h_SD.new_empty(0, config.vocabulary_size)
+    return _whole(ops.linear(h_SD, weights.head)[: batch.samples], config, ranks)
+
+
+def _whole(x_TN: Tensor, config: ModelConfig, ranks: Ranks | None) -> Tensor:
+    return x_TN if ranks is None or config.vocabulary_ranks == 1 else ranks.all_columns(x_TN)
+
+
+def hidden_states(
+    weights: Weights,
+    config: ModelConfig,
+    ops: Ops,
+    cache: list[LayerCache],
+    batch: Batch,
+    ranks: Ranks | None = None,
+    *,
+    every_token: bool = False,
+) -> Tensor:
+    """One step without the head: its inputs [S, D], padded, of the tokens that sample. Writes the cache.
+
+    With ``every_token`` inputs [T, D] of all tokens, which ranks with shared memory do not have.
+    """
     epsilon, shared = config.rms_norm_epsilon, None if ranks is None else ranks.shared
-
-    def whole(x_TN: Tensor) -> Tensor:
-        return x_TN if ranks is None or config.vocabulary_ranks == 1 else ranks.all_columns(x_TN)
-
-    x_TD = whole(weights.embedding_VD.index_select(0, batch.token_ids))
+    x_TD = _whole(weights.embedding_VD.index_select(0, batch.token_ids), config, ranks)
     h_TD = ops.rms_norm(x_TD, weights.layers[0].input_norm_D, epsilon, weights.layers[0].qkv)
     if shared is not None:
         x_TD = shared.keep(x_TD)
@@ -189,7 +209,7 @@ def forward(
     for layer, layer_cache, (next_norm_D, consumer) in zip(weights.layers, cache, following, strict=True):
         qkv_TN = ops.linear(h_TD, layer.qkv)
         q_THE = ops.rotate_and_write(qkv_TN, layer.qk_norms_E, weights.rotary_LE, layer_cache, batch, config)
-        if consumer is not weights.head:
+        if every_token or consumer is not weights.head:
             a_TD = ops.attention(q_THE, layer_cache, batch, layer.output)
         elif batch.samples:
             # After its keys and values, the last layer matters only for tokens that sample.
@@ -200,8 +220,9 @@ def forward(
             q_SHE = q_THE.index_select(0, batch.sample_indices)
             a_TD = ops.sample_attention(q_SHE, layer_cache, batch, layer.output)
         else:
-            return x_TD.new_empty(0, config.vocabulary_size)
+            return x_TD.new_empty(0, config.hidden_size)
         x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, layer.gate_up, ranks)
         f_TF = ops.gated(h_TD, layer.gate_up, layer.down)
         x_TD, h_TD = ops.linear_add_norm(f_TF, layer.down, x_TD, next_norm_D, epsilon, consumer, ranks)
-    return whole(ops.linear(h_TD, weights.head)[: batch.samples])
+    assert isinstance(h_TD, Tensor)  # the head's inputs are not quantised
+    return h_TD

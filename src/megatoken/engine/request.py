@@ -114,6 +114,8 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     top: tuple[tuple[int, float], ...]
     """The most probable tokens, best first: token id and logprob."""
+    rank: int = 0
+    """Place of the token among all: 1 is the most probable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ class Completion:
 
     ``text`` is the text of the generated ids up to a stop string, empty if the model has no tokenizer; ``logprobs`` has
     an entry for each id if the request asked for them; ``cached_tokens`` counts the prompt tokens that were taken from
-    the prefix cache.
+    the prefix cache. ``prompt_logprobs`` has an entry for each token of the prompt but the first, if the request asked
+    for them.
     """
 
     token_ids: list[int]
@@ -131,6 +134,7 @@ class Completion:
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class TokenEvent(NamedTuple):
@@ -139,6 +143,8 @@ class TokenEvent(NamedTuple):
     ``finish_reason`` is set on the last event of a request and only there; with ``FinishReason.ERROR`` ``error`` says
     why this request, and no other, could not go on. ``logprobs`` has an entry for each token if the request asked for
     them; ``cached_tokens``, on the first event of a request, counts the prompt tokens taken from the prefix cache.
+    ``prompt_logprobs``, on the first event of a request that asked for them, are those of its prompt's tokens but the
+    first.
     ``text`` is the text that became certain, of requests that are streamed in this process or have stop strings: never
     half a character, and nothing from a stop string on.
     """
@@ -150,6 +156,15 @@ class TokenEvent(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
     text: str = ""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def is_one_token(self) -> bool:
+        """Whether it brings one token and nothing else."""
+        return len(self.token_ids) == 1 and self[2:] == _NOTHING_ELSE
+
+
+_NOTHING_ELSE = (None, None, (), 0, "", ())
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:

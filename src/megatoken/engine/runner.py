@@ -21,13 +21,14 @@ from megatoken.engine.cache import allocate_cache
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import EngineConfig, model_folder
 from megatoken.engine.device import choose_device, operations, plan_memory
-from megatoken.engine.logprobs import best_logprobs, read_logprobs
+from megatoken.engine.logprobs import PromptTokens, best_logprobs, read_logprobs
 from megatoken.engine.memory import MemoryPlan, most_tokens
-from megatoken.engine.model import WeightSource, forward, load_weights
+from megatoken.engine.model import WeightSource, forward, hidden_states, load_weights
 from megatoken.engine.ops import NOTHING_LEFT, Ops
 from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers, worker_specification
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
 from megatoken.engine.request import Request, Sampling, TokenLogprobs
+from megatoken.engine.runner_protocol import PromptPart
 from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
@@ -72,13 +73,20 @@ def open_runner(
 class SampledIds:
     """Ids of one step, and logprobs of some, on their way to the host; made right after the step was launched."""
 
-    def __init__(self, ids_S: Tensor, logprobs: Tensor | None = None, workers: TPWorkers | None = None) -> None:
-        self._ids, self._logprobs = ids_S, logprobs
+    def __init__(
+        self,
+        ids_S: Tensor,
+        logprobs: Tensor | None = None,
+        prompt_logprobs: Tensor | None = None,
+        workers: TPWorkers | None = None,
+    ) -> None:
+        self._ids, self._logprobs, self._prompt_logprobs = ids_S, logprobs, prompt_logprobs
         self._workers = workers
         self._arrived: torch.cuda.Event | None = None
         if ids_S.is_cuda:
             self._ids = _on_its_way(ids_S)
             self._logprobs = None if logprobs is None else _on_its_way(logprobs)
+            self._prompt_logprobs = None if prompt_logprobs is None else _on_its_way(prompt_logprobs)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
@@ -94,6 +102,10 @@ class SampledIds:
     def logprobs(self) -> list[list[float]]:
         """Rows of ``best_logprobs``, once ``wait`` has returned."""
         return [] if self._logprobs is None else self._logprobs.tolist()
+
+    def prompt_logprobs(self) -> list[list[float]]:
+        """The same of tokens of prompts."""
+        return [] if self._prompt_logprobs is None else self._prompt_logprobs.tolist()
 
 
 def _on_its_way(on_device: Tensor) -> Tensor:
@@ -112,6 +124,7 @@ class _Choice:
         self._last_tokens = last_tokens
         wanted = ((row, one.request.logprobs) for row, one in enumerate(self._requests))
         self._logprobs = {row: most for row, most in wanted if most is not None}
+        self.prompts = PromptTokens(plan, requests)
 
     @property
     def must_wait(self) -> bool:
@@ -146,6 +159,7 @@ class _Computed(NamedTuple):
     logits_SV: Tensor
     greedy_S: Tensor
     slots_S: Tensor
+    prompt_logprobs: Tensor | None = None
 
 
 class _Step:
@@ -156,6 +170,7 @@ class _Step:
     ) -> None:
         self.errors: dict[int, MegatokenError] = {}
         self.logprobs: dict[int, TokenLogprobs] = {}
+        self.prompt_logprobs: dict[int, PromptPart] = {}
         self.seconds = 0.0
         self._runner, self._plan, self._computed, self._choice = runner, plan, computed, choice
         self._ids: SampledIds | None = None
@@ -179,6 +194,7 @@ class _Step:
         request_ids = plan.request_id[plan.sample].tolist()
         if choice is not None:
             self.logprobs = choice.read(ids, request_ids, self._ids.logprobs())
+            self.prompt_logprobs = choice.prompts.read(self._ids.prompt_logprobs())
         if ids and min(ids) < 0:
             failed = {} if choice is None else choice.failed
             tokens = (plan.start + plan.count)[plan.sample].tolist()
@@ -211,7 +227,7 @@ class ModelRunner:
         self.tokenizer: Tokenizer | None = None
         self.why_no_gpu: str | None = None
         self.overlaps = device.type == "cuda"
-        self.unsupported = frozenset({"prompt_logprobs"})
+        self.unsupported = frozenset({"prompt_logprobs"} if config.tensor_parallel > 1 else ())
         self.gpu_uuids: list[str] = []
         if device.type == "cuda":  # rank N is on device N
             ranks = range(config.tensor_parallel)
@@ -332,7 +348,7 @@ class ModelRunner:
             if self._workers is not None and self._group is not None:
                 self._workers.check()
                 self._group.send(Order.STEP, arrays)
-            return _Step(self, plan, began, self._compute(arrays), choice)
+            return _Step(self, plan, began, self._compute(arrays, None if choice is None else choice.prompts), choice)
 
     @contextmanager
     def explaining(self, plan: StepPlan) -> Iterator[None]:
@@ -349,24 +365,37 @@ class ModelRunner:
             ) from error
 
     @torch.inference_mode()
-    def _compute(self, arrays: StepArrays) -> _Computed:
-        """The logits of one step on the device."""
+    def _compute(self, arrays: StepArrays, prompts: PromptTokens | None = None) -> _Computed:
+        """The logits of one step on the device, and the logprobs that are wanted of prompts."""
+        if prompts:
+            return self._compute_prompts(arrays, prompts)
         if self._graphs is not None and self._graphs.takes(arrays):
             return _Computed(*self._graphs.run(arrays, self._forward, self._catch_up))
         batch = self._ops.prepare(arrays, self._last_tokens)
         logits_SV = self._forward(batch)
         return _Computed(logits_SV, self._ops.greedy(logits_SV), batch.sample_slots)
 
+    def _compute_prompts(self, arrays: StepArrays, prompts: PromptTokens) -> _Computed:
+        """The same where the last layer computes all tokens, not only those that sample."""
+        batch = self._ops.prepare(arrays, self._last_tokens)
+        hidden_TD = hidden_states(self._weights, self._config, self._ops, self._cache, batch, every_token=True)
+        head = partial(self._ops.linear, linear=self._weights.head)
+        logits_SV = hidden_TD.new_empty(0, self._config.vocabulary_size)
+        if batch.samples:
+            logits_SV = head(hidden_TD.index_select(0, batch.sample_indices))[: batch.samples]
+        logprobs = prompts.logprobs(hidden_TD, head)
+        return _Computed(logits_SV, self._ops.greedy(logits_SV), batch.sample_slots, logprobs)
+
     @torch.inference_mode()
     def finish(self, computed: _Computed, choice: _Choice | None) -> SampledIds:
         """The end of a step on the device; ``choice`` replaces the greedy ids of the requests that want others."""
-        logits_SV, ids_S, slots_S = computed
+        logits_SV, ids_S, slots_S, prompt_logprobs = computed
         logprobs = None if choice is None else choice.choose(logits_SV, ids_S)
         if self._group is not None:
             self._group.share(ids_S)
         # A step that is already on its way reads every value here as the id of a token.
         self._last_tokens.index_copy_(0, slots_S.long(), ids_S.clamp(min=0))
-        return SampledIds(ids_S, logprobs, self._workers)
+        return SampledIds(ids_S, logprobs, prompt_logprobs, self._workers)
 
     def _forward(self, batch: Any) -> Tensor:
         return forward(self._weights, self._config, self._ops, self._cache, batch, self._group)

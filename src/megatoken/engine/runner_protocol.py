@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,13 @@ from megatoken.errors import MegatokenError
 
 if TYPE_CHECKING:
     from megatoken.engine.tokenizer import Tokenizer
+
+
+class PromptPart(NamedTuple):
+    """Logprobs of consecutive tokens of a prompt, the first of them at position ``first``, 1 or later."""
+
+    first: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 class LaunchedStep(Protocol):
@@ -33,6 +40,10 @@ class LaunchedStep(Protocol):
     @property
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """By id of the request, those of its token, once ``wait`` has returned; of requests that asked for them."""
+
+    @property
+    def prompt_logprobs(self) -> Mapping[int, PromptPart]:
+        """By id of the request, those of its prompt's tokens that the step computed, once ``wait`` has returned."""
 
     def choose(self) -> None:
         """Choose its tokens, if that had to wait for those of the step before; called once they are known."""

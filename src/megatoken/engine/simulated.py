@@ -22,6 +22,7 @@ from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.request import TokenLogprobs
+from megatoken.engine.runner_protocol import PromptPart
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.errors import MegatokenError
@@ -173,6 +174,7 @@ class _Step:
     answers: list[_Answer]
     errors: ClassVar[Mapping[int, MegatokenError]] = {}
     logprobs: ClassVar[Mapping[int, TokenLogprobs]] = {}
+    prompt_logprobs: ClassVar[Mapping[int, PromptPart]] = {}
 
     def choose(self) -> None:
         pass

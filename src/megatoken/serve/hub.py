@@ -470,7 +470,7 @@ class Link(asyncio.Protocol):
 
     def collect(self, client_id: int, event: TokenEvent) -> None:
         """Add an event to the frame of this step."""
-        if event.finish_reason is None and len(event.token_ids) == 1 and not event.logprobs and not event.cached_tokens:
+        if event.is_one_token:
             self._request_ids.append(client_id)
             self._token_ids.append(event.token_ids[0])
         else:
