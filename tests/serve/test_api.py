@@ -74,6 +74,9 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "to itself alone"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "response_format", "ignore_eos"),
     ({"request_id": "a b"}, "request_id", "match"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "must be at most 20"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not in streams"),
+    ({"prompt_logprobs": 20, "n": 128}, "prompt_logprobs", "at most 65,536"),
     ({"bad_words": [""]}, "bad_words.0", "must not be empty"),
     ({"bad_words": ["a"], "response_format": {"type": "json_object"}}, "bad_words", "of a given form"),
 ]
@@ -133,7 +136,6 @@ def test_other_fields_that_are_refused_or_accepted(server: Served) -> None:
     assert text(server, suffix="end").error["param"] == "suffix"
     assert server.post("/v1/responses", {"input": "?", "max_tokens": 3}).error["param"] == "max_tokens"
     assert text(server, suffix="", best_of=1, user="me", max_tokens=1).status == 200
-    assert text(server, echo=True, logprobs=1).error["param"] == "logprobs"
     assert chat(server, user="me", metadata={"a": "b"}, safety_identifier="x", max_tokens=1).status == 200
     nulls = (
         "model",
@@ -251,6 +253,54 @@ def test_bad_words_are_not_in_the_answer(server: Served) -> None:
         choices = text(server, bad_words=[year, free[:2]], max_tokens=30, **fields).json()["choices"]
         assert all(free[:2] not in one["text"] and year not in one["text"] for one in choices)
     assert chat(server, bad_words=[free[:2]]).status == 200
+
+
+def test_logprobs_of_prompts_in_the_form_of_vllm(server: Served) -> None:
+    fields = {"prompt_logprobs": 2, "max_tokens": 2, "return_token_ids": True}
+    [choice] = text(server, **fields).json()["choices"]
+    whole = chat(server, **fields).json()
+    for ids, entries in (
+        (choice["prompt_token_ids"], choice["prompt_logprobs"]),
+        (whole["prompt_token_ids"], whole["prompt_logprobs"]),
+    ):
+        assert len(entries) == len(ids) and entries[0] is None
+        for token_id, entry in zip(ids[1:], entries[1:], strict=True):
+            ranks = {one["rank"] for one in entry.values()}
+            assert str(token_id) in entry and {1, 2} <= ranks and len(entry) <= 3
+            best = max(entry.values(), key=lambda one: one["logprob"])
+            assert best["rank"] == 1
+    # What the model says of an answer is the same after it has become a part of the prompt.
+    answer = text(server, max_tokens=6, logprobs=0, return_token_ids=True).json()["choices"][0]
+    prompt = choice["prompt_token_ids"] + answer["token_ids"]
+    [again] = text(server, prompt=prompt, prompt_logprobs=0, max_tokens=1).json()["choices"]
+    found = [entry[str(one)] for one, entry in zip(answer["token_ids"], again["prompt_logprobs"][-6:], strict=True)]
+    assert [one["logprob"] for one in found] == pytest.approx(answer["logprobs"]["token_logprobs"], abs=1e-4)
+    assert all(one["rank"] == 1 for one in found)
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_echoed_prompts_have_logprobs(server: Served, tokens: int) -> None:
+    fields = {"echo": True, "logprobs": 2, "max_tokens": tokens, "return_token_ids": True}
+    reply = text(server, **fields, n=2).json()
+    assert reply["usage"]["completion_tokens"] == 2 * tokens
+    for choice in reply["choices"]:
+        ids = choice["prompt_token_ids"] + choice["token_ids"]
+        logprobs = choice["logprobs"]
+        assert len(choice["token_ids"]) == tokens and choice["text"].startswith(TEXT["prompt"])
+        assert {len(one) for one in logprobs.values()} == {len(ids)}
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            if token not in ("<s>", "</s>"):
+                assert choice["text"].startswith(token, offset)
+    [alone] = text(server, prompt_logprobs=2, max_tokens=1).json()["choices"]
+    for entry, top in zip(alone["prompt_logprobs"][1:], logprobs["top_logprobs"][1:], strict=False):
+        assert top == pytest.approx({one["decoded_token"]: one["logprob"] for one in entry.values()}, abs=1e-4)
+    events = [one["choices"][0] for one in text(server, **fields, stream=True).events()]
+    for name in ("tokens", "text_offset"):
+        assert [one for event in events for one in event["logprobs"][name]] == logprobs[name]
+    assert "".join(event["text"] for event in events) == choice["text"]
+    assert [one for event in events for one in event["token_ids"]] == choice["token_ids"]
 
 
 def test_endings(server: Served) -> None:

@@ -26,6 +26,7 @@ class Ending:
 
     ``stop``: strings; ``stop_token_ids``: tokens that end it in the engine, and are shown with ``include_stop`` only.
     ``keep_special``: special tokens are shown. ``min_tokens``: stop strings do not count before so many tokens.
+    ``prompt_only``: the answer has no tokens; the one that the engine makes at least is left out.
     """
 
     stop: tuple[str, ...] = ()
@@ -33,6 +34,7 @@ class Ending:
     include_stop: bool = False
     keep_special: bool = False
     min_tokens: int = 0
+    prompt_only: bool = False
 
 
 class _IdText:
@@ -56,6 +58,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Choice:
@@ -119,6 +122,8 @@ class Choice:
             self.ended = True
             self._answer.fail(as_api_error(event.error or MegatokenError("the engine cancelled this request")))
             return
+        if self._ending.prompt_only:
+            event = event._replace(token_ids=(), logprobs=(), finish_reason=FinishReason.LENGTH)
         self._answer.count(self, event)
         shown, stop_id = event.token_ids, None
         if event.finish_reason is FinishReason.STOP and shown:
@@ -126,7 +131,7 @@ class Choice:
             if stop_id is not None and not self._ending.include_stop:
                 shown = shown[:-1]
         text = self._text.add(shown)
-        delta = Delta(text, event.token_ids, event.logprobs, stop_reason=stop_id)
+        delta = Delta(text, event.token_ids, event.logprobs, None, stop_id, event.prompt_logprobs)
         if event.finish_reason is None and self._text.stopped is None:
             self._answer.add(self, delta)
         else:
@@ -267,6 +272,7 @@ class _Collected:
     text: StringIO = field(default_factory=StringIO)
     token_ids: array[int] = field(default_factory=lambda: array("q"))
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     last: Delta = field(default_factory=lambda: Delta(""))
 
 
@@ -287,6 +293,7 @@ class FullAnswer(Answer):
         collected.text.write(delta.text)
         collected.token_ids.extend(delta.token_ids)
         collected.logprobs.extend(delta.logprobs)
+        collected.prompt_logprobs += delta.prompt_logprobs
         collected.last = delta
 
     def whole(self, choice: Choice) -> Delta:
@@ -298,6 +305,7 @@ class FullAnswer(Answer):
             tuple(collected.logprobs),
             collected.last.finish_reason,
             collected.last.stop_reason,
+            collected.prompt_logprobs,
         )
 
     def complete(self) -> None:

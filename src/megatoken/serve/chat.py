@@ -15,7 +15,7 @@ from megatoken.serve.answer import Answer, Choice, Delta, FullAnswer, Prompt, St
 from megatoken.serve.chat_prompt import chat_prompt
 from megatoken.serve.context import ENGINE_NAMES, ApiContext, api_route, cache_salt, ending, engine_requests, grammar_of
 from megatoken.serve.exchange import Exchange
-from megatoken.serve.logprobs import TokenNames, chat_logprobs
+from megatoken.serve.logprobs import TokenNames, chat_logprobs, ranked_logprobs
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_chat import ChatBody, NamedTool, Tool
 from megatoken.serve.schema_common import StreamOptions, parse_body, schema_grammar
@@ -85,6 +85,7 @@ async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> C
     fields = {
         "max_tokens": max_tokens or api.model.max_length - len(token_ids),
         "logprobs": body.top_logprobs if body.logprobs else None,
+        "prompt_logprobs": body.prompt_logprobs,
         "grammar": grammar,
         "cache_salt": cache_salt(exchange, body),
     }
@@ -196,6 +197,9 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict
             entry["token_ids"] = whole.token_ids
         choices.append(entry)
     completion = {**head, "choices": choices, "usage": answer.usage(), "system_fingerprint": None}
+    if body.prompt_logprobs is not None:
+        prompt_logprobs = answer.whole(answer.choices[0]).prompt_logprobs
+        completion["prompt_logprobs"] = ranked_logprobs(prompt_logprobs, chat.names, body.prompt_logprobs)
     if body.return_token_ids:
         completion["prompt_token_ids"] = answer.prompts[0].token_ids.tolist()
     return completion

@@ -13,8 +13,7 @@ from megatoken.serve import frames
 from megatoken.serve.answer import Choice, Delta, FullAnswer, Prompt, StreamedAnswer
 from megatoken.serve.context import ENGINE_NAMES, ApiContext, api_route, cache_salt, ending, engine_requests, grammar_of
 from megatoken.serve.exchange import Exchange
-from megatoken.serve.logprobs import TokenNames, completion_logprobs
-from megatoken.serve.request_errors import ApiError
+from megatoken.serve.logprobs import TokenNames, completion_logprobs, echoed_logprobs, ranked_logprobs
 from megatoken.serve.schema_common import StreamOptions, parse_body
 from megatoken.serve.schema_completions import CompletionBody
 
@@ -24,8 +23,6 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
     """Continue prompts."""
     body = parse_body(CompletionBody, exchange.take_body())
     api.check_body(body)
-    if body.echo and body.logprobs is not None:
-        raise ApiError("logprobs: not supported together with echo; leave one of them out", param="logprobs")
     prompts = []
     for prompt in body.prompts:
         prompts.append(await _prompt(api, body, prompt))
@@ -34,6 +31,7 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
     fields = {
         "max_tokens": max(body.max_tokens, 1),
         "logprobs": body.logprobs,
+        "prompt_logprobs": body.most_prompt_logprobs,
         "grammar": grammar,
         "cache_salt": cache_salt(exchange, body),
     }
@@ -50,9 +48,12 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
         answer = CompletionStream(exchange, api, prompts, head, body, names)
     else:
         answer = FullAnswer(exchange, api.client, prompts, lambda full: _completion(full, head, body, names))
-    answer.choices = [Choice(answer, at, one, ending(body), api.tokenizer) for at, one in enumerate(requests)]
+    end = ending(body, prompt_only=body.max_tokens == 0)
+    answer.choices = [Choice(answer, at, one, end, api.tokenizer) for at, one in enumerate(requests)]
     answer.names, answer.priority = {**ENGINE_NAMES, "grammar": grammar_field}, body.priority
-    if body.max_tokens:
+    if body.prompt_logprobs is None:
+        answer.names = {**answer.names, "prompt_logprobs": "logprobs"}
+    if body.max_tokens or body.most_prompt_logprobs is not None:
         answer.begin()
     else:
         answer.end_without_tokens()
@@ -83,14 +84,29 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], body: CompletionBod
         entry = {
             "index": choice.index,
             "text": prompt.text + whole.text,
-            "logprobs": None if body.logprobs is None else completion_logprobs(whole.logprobs, names, 0),
+            "logprobs": _logprobs(body, whole, names, 0, prompt if body.echo else None),
             "finish_reason": whole.finish_reason,
             "stop_reason": whole.stop_reason,
         }
+        if body.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = ranked_logprobs(whole.prompt_logprobs, names, body.prompt_logprobs)
         if body.return_token_ids:
             entry |= {"token_ids": whole.token_ids, "prompt_token_ids": prompt.token_ids.tolist()}
         choices.append(entry)
     return {**head, "choices": choices, "usage": answer.usage(), "system_fingerprint": None}
+
+
+def _logprobs(
+    body: CompletionBody, delta: Delta, names: TokenNames, offset: int, echoed: Prompt | None
+) -> dict[str, list[Any]] | None:
+    """The field of a choice or chunk whose text begins at ``offset``, or with the prompt that it has ``echoed``."""
+    if body.logprobs is None:
+        return None
+    if echoed is None:
+        return completion_logprobs(delta.logprobs, names, offset)
+    before = echoed_logprobs(echoed.token_ids, delta.prompt_logprobs, names, body.logprobs)
+    after = completion_logprobs(delta.logprobs, names, len(echoed.text))
+    return {name: before[name] + after[name] for name in after}
 
 
 class CompletionStream(StreamedAnswer):
@@ -126,8 +142,9 @@ class CompletionStream(StreamedAnswer):
         if text or first or self._detailed or delta.finish_reason is not None:
             chunk = self._chunk(choice, text)
             entry = chunk["choices"][0]
-            if self._body.logprobs is not None:
-                entry["logprobs"] = completion_logprobs(delta.logprobs, self._names, offset)
+            entry["logprobs"] = _logprobs(
+                self._body, delta, self._names, offset, prompt if first and self._body.echo else None
+            )
             if self._body.return_token_ids:
                 entry["token_ids"] = delta.token_ids
                 entry |= {"prompt_token_ids": prompt.token_ids.tolist()} if first else {}

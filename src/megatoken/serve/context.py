@@ -31,6 +31,7 @@ ENCODERS = 2  # threads that encode long texts; others wait, so that streams do 
 LONGEST_PROMPT = 64  # characters for each token of the model's context; a text that is longer can never fit
 MOST_UNKNOWN = 1000  # names of unknown fields that are remembered
 MOST_REQUESTS = 1024  # of one body: prompts times n
+MOST_PROMPT_LOGPROBS = 1 << 16  # of one body; more would hold up the answers of others while they are written
 ENGINE_NAMES = {"ignore_end_token": "ignore_eos"}  # fields of the API by those of the engine's requests
 
 
@@ -190,14 +191,15 @@ def grammar_of(body: GenerationFields) -> tuple[Grammar | None, str]:
     return body.response_format.grammar() if body.response_format is not None else None, "response_format"
 
 
-def ending(body: GenerationFields) -> Ending:
-    """What ends the answers to a body."""
+def ending(body: GenerationFields, *, prompt_only: bool = False) -> Ending:
+    """What ends the answers to a body; ``prompt_only``: they have no tokens."""
     return Ending(
         body.stops,
         frozenset(body.stop_token_ids),
         body.include_stop_str_in_output,
         not body.skip_special_tokens,
         body.min_tokens,
+        prompt_only,
     )
 
 
@@ -223,6 +225,15 @@ def engine_requests(
     if len(prompts) * body.n > MOST_REQUESTS:
         raise ApiError(
             f"prompts times n is {len(prompts) * body.n:,}; at most {MOST_REQUESTS:,} are allowed", param="n"
+        )
+    most = fields["prompt_logprobs"]
+    count = 0 if most is None else sum(len(prompt.token_ids) for prompt in prompts) * body.n * (most + 1)
+    if count > MOST_PROMPT_LOGPROBS:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise ApiError(
+            f"{name}: tokens of all prompts times n times one more than {name} is {count:,}; at most "
+            f"{MOST_PROMPT_LOGPROBS:,} are allowed; ask for fewer, or in several requests",
+            param=name,
         )
     tenant_salt = fields.pop("cache_salt")
     return [

@@ -263,6 +263,7 @@ class GenerationFields(Body):
     min_tokens: int = Field(default=0, ge=0)
     ignore_eos: bool = False
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
     cache_salt: str = Field(default="", max_length=1024)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -277,6 +278,8 @@ class GenerationFields(Body):
     def _options_agree(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not in streams; leave stream out")
         if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
             raise ValueError("structured_outputs: give it or response_format, not both")
         return self

@@ -54,6 +54,12 @@ class CompletionBody(GenerationFields):
         return self
 
     @property
+    def most_prompt_logprobs(self) -> int | None:
+        """How many alternatives to compute for each token of the prompt, for ``prompt_logprobs`` and the echo."""
+        echoed = self.logprobs if self.echo else None
+        return max((one for one in (self.prompt_logprobs, echoed) if one is not None), default=None)
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """Every prompt of the batch."""
         if isinstance(self.prompt, str):
