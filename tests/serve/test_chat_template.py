@@ -20,6 +20,7 @@ from megatoken.errors import CheckpointError, UsageError
 from megatoken.serve.chat_template import DEADLINE_SECONDS, MOST_WAITING, ModelTemplates, TemplateRenderer
 from megatoken.serve.json_pipe import framed
 from megatoken.serve.request_errors import ApiError
+from megatoken.serve.tenant_turns import TenantTurns
 
 # Templates in the styles that checkpoints bring, written for this test.
 CHATML = """\
@@ -297,6 +298,50 @@ def test_chats_wait_in_a_bounded_queue_and_only_for_clients_that_stay(tmp_path: 
         await renderer.close()
 
     asyncio.run(wait())
+
+
+def test_the_chats_of_one_tenant_do_not_hold_up_those_of_another(tmp_path: Path) -> None:
+    """Each of the others waits for one chat of the tenant that floods, and a full queue is full for that one alone."""
+    templates = write_model(tmp_path, CHATML)
+
+    async def order() -> list[str]:
+        renderer = TemplateRenderer(templates, 4096)
+        ended: list[str] = []
+
+        async def render(tenant: str) -> None:
+            await renderer.render("default", CHAT, tenant)
+            ended.append(tenant)
+
+        flood = [asyncio.ensure_future(render("flood")) for _ in range(MOST_WAITING + 1)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="send the request again"):
+            await render("flood")
+        others = [asyncio.ensure_future(render(tenant)) for tenant in ("one", "two", "one")]
+        await asyncio.sleep(0)
+        flood[3].cancel()
+        await asyncio.gather(*others, *flood, return_exceptions=True)
+        await renderer.close()
+        return ended
+
+    ended = asyncio.run(order())
+    assert ended[:6] == ["flood", "one", "two", "flood", "one", "flood"] and len(ended) == MOST_WAITING + 3
+
+
+def test_turns_of_clients_that_leave_pass_to_the_next() -> None:
+    async def leave() -> None:
+        turns = TenantTurns()
+        await turns.acquire("a")
+        waiting = [asyncio.ensure_future(turns.acquire(tenant)) for tenant in ("a", "b", "c")]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        turns.release()  # it is c's turn, which leaves before it can take it
+        waiting[2].cancel()
+        await asyncio.wait_for(waiting[0], 5)
+        turns.release()
+        await asyncio.wait_for(turns.acquire("b"), 5)
+
+    asyncio.run(leave())
 
 
 def test_a_template_that_hangs_ends_without_the_process_that_would_kill_it() -> None:

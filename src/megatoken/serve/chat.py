@@ -73,6 +73,7 @@ async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> C
     token_ids = await chat_prompt(
         api,
         body.messages,
+        tenant=exchange.tenant_name,
         tools=() if body.tool_choice == "none" else body.tools,
         template=body.chat_template,
         variables=_variables(api, body),

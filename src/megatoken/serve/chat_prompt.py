@@ -17,6 +17,7 @@ async def chat_prompt(
     api: ApiContext,
     messages: Sequence[Message],
     *,
+    tenant: str = "",
     tools: Sequence[Tool] = (),
     template: str | None = None,
     variables: dict[str, Any] | None = None,
@@ -29,6 +30,7 @@ async def chat_prompt(
     Args:
         api: the model.
         messages: of the chat.
+        tenant: whose chat it is.
         tools: that the template may list.
         template: text of a template to use in place of the model's.
         variables: further names that the template sees.
@@ -55,9 +57,9 @@ async def chat_prompt(
         "continue_final_message": continue_final_message,
     }
     if template is None:
-        text = await api.renderer.render(api.templates.choose(bool(tools)), chat)
+        text = await api.renderer.render(api.templates.choose(bool(tools)), chat, tenant)
     elif api.foreign is not None:
-        text = await api.foreign.render(template, chat)
+        text = await api.foreign.render(template, chat, tenant)
     else:
         raise ApiError(
             "chat_template: this server does not take templates from requests; start it with "

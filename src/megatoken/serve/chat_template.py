@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+from collections import Counter
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -15,10 +16,11 @@ from megatoken.errors import CheckpointError, UsageError
 from megatoken.files import UnreadableError, read_text
 from megatoken.serve.json_pipe import framed, receive_message
 from megatoken.serve.request_errors import ApiError
+from megatoken.serve.tenant_turns import TenantTurns
 
 DEADLINE_SECONDS = 1.0
 START_SECONDS = 60.0
-MOST_WAITING = 64  # chats; more are refused
+MOST_WAITING = 64  # chats of one tenant; more are refused
 _LARGEST_PROMPT_PER_TOKEN = 64  # characters; text that is longer for each token that fits is not a prompt
 _SMALLEST_LIMIT = 1 << 16
 _PIECES_OF_JSON = 1024  # made at a time, so that a large chat does not hold up the streams
@@ -84,8 +86,8 @@ class ModelTemplates:
 class TemplateRenderer:
     """A process that renders chats, started at the first one, and killed when one takes too long.
 
-    Chats are rendered one after the other; the event loop never waits for one. Those of clients that leave before their
-    turn are not rendered.
+    Chats are rendered one after the other, those of tenants in turn; the event loop never waits for one. Those of
+    clients that leave before their turn are not rendered.
     """
 
     def __init__(self, templates: ModelTemplates, max_length: int) -> None:
@@ -94,38 +96,39 @@ class TemplateRenderer:
         settings = {"templates": templates.by_name, "tokens": templates.tokens, "largest_text": self._largest}
         self._settings = framed(json.dumps(settings))
         self._process: asyncio.subprocess.Process | None = None
-        self._lock = asyncio.Lock()
-        self._waiting = 0  # chats whose turn has not come
+        self._turns = TenantTurns()
+        self._waiting: Counter[str] = Counter()  # chats whose turn has not come, by tenant
 
-    async def render(self, template: str, chat: dict[str, Any]) -> str:
+    async def render(self, template: str, chat: dict[str, Any], tenant: str = "") -> str:
         """The prompt of a chat.
 
         Args:
             template: the name of one of the model's templates, or the text of another one.
             chat: what the template sees.
+            tenant: whose chat it is.
 
         Raises:
             ApiError: the template fails, or takes too long; the chat is too large, or too many wait.
         """
-        if self._waiting >= MOST_WAITING:
+        if self._waiting[tenant] >= MOST_WAITING:
             raise ApiError(
                 f"{MOST_WAITING} chats wait for the chat template; send the request again later",
                 HTTPStatus.TOO_MANY_REQUESTS,
                 retry_after=1,
             )
-        self._waiting += 1
+        self._waiting[tenant] += 1
         try:
             job = framed(f'{{"template": {json.dumps(template)}, "chat": {await self._chat_json(chat)}}}')
-            await self._lock.acquire()
+            await self._turns.acquire(tenant)
         finally:
-            self._waiting -= 1
+            self._waiting[tenant] -= 1
         rendering = asyncio.ensure_future(self._render(job))
         rendering.add_done_callback(self._rendered)
         return await asyncio.shield(rendering)  # if the client leaves, its answer is still taken off the pipe
 
     def _rendered(self, done: asyncio.Future[str]) -> None:
         """It is the next chat's turn, even if the client of this one has left."""
-        self._lock.release()
+        self._turns.release()
         if not done.cancelled():
             done.exception()
 
@@ -163,9 +166,12 @@ class TemplateRenderer:
 
     async def start(self) -> None:
         """Start the process before the first chat needs it; a failure is left to that chat."""
-        async with self._lock:
+        await self._turns.acquire("")
+        try:
             with suppress(OSError, EOFError):
                 await self._started()
+        finally:
+            self._turns.release()
 
     async def close(self) -> None:
         """End the process; the next chat starts another one."""

@@ -254,8 +254,7 @@ def engine_requests(
 
 def cache_salt(exchange: Exchange, body: GenerationFields) -> str:
     """The request's salt, apart from those of other tenants, so that two keys never share cached prefixes."""
-    tenant = exchange.request.tenant
-    return f"{tenant.name if tenant is not None else ''}\n{body.cache_salt}"
+    return f"{exchange.tenant_name}\n{body.cache_salt}"
 
 
 class HasApi(Protocol):

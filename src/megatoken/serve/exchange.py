@@ -82,6 +82,11 @@ class Exchange:
         """Whether it takes nothing more: answered, or the client has left."""
         return self._state is _State.ENDED
 
+    @property
+    def tenant_name(self) -> str:
+        """Whose request it is; empty for a path that needs no key."""
+        return "" if self.request.tenant is None else self.request.tenant.name
+
     def take_body(self) -> bytes:
         """The body of the request, once: what is parsed need not be held while the answer is made."""
         body, self.request.body = self.request.body, b""

@@ -46,6 +46,7 @@ async def tokenize(api: ApiContext, exchange: Exchange) -> None:
         token_ids = await chat_prompt(
             api,
             body.messages,
+            tenant=exchange.tenant_name,
             tools=body.tools,
             template=body.chat_template,
             variables=body.chat_template_kwargs,
