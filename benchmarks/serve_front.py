@@ -24,12 +24,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+
+from megatoken.files import write_text
 
 WARM_UP_SECONDS = 1.5
 IN_TIME_SHARE = 0.98
@@ -131,7 +134,8 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
         port = int(found[2])
         http = [one for one in psutil.Process(server.pid).children() if "megatoken.serve.http_process" in one.cmdline()]
         clients = min(options.clients, streams)
-        pin(http, clients, options.pin)
+        if options.pin:
+            pin(http, options.cores)
         results: Any = multiprocessing.Queue()
         tokens = min(MOST_TOKENS, int((options.seconds + 3 * WARM_UP_SECONDS + 10) * rate / streams))
         share = [streams // clients + (at < streams % clients) for at in range(clients)]
@@ -169,17 +173,12 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
     )
 
 
-def pin(http: list[psutil.Process], clients: int, wanted: bool) -> None:
+def pin(http: list[psutil.Process], cores: list[int]) -> None:
     """One core for each HTTP process, the others for engine and clients."""
-    cores = sorted(os.sched_getaffinity(0))
-    if not wanted:
-        return
-    if len(cores) <= len(http):
-        sys.exit(f"--pin: {len(http)} HTTP processes need more than {len(cores)} cores; leave --pin out")
     for process, core in zip(http, cores, strict=False):
         process.cpu_affinity([core])
     others = cores[len(http) :]
-    os.sched_setaffinity(0, others)
+    os.sched_setaffinity(0, others)  # of the clients, which this process starts
     parent = http[0].parent()
     for process in [parent, *parent.children()] if parent is not None else []:
         if process not in http:
@@ -198,19 +197,18 @@ def percentiles(values: np.ndarray[Any, Any]) -> dict[str, float]:
     return {f"p{percent}": round(float(np.percentile(values, percent)), 6) for percent in (50, 90, 99)}
 
 
-def highest(http_processes: int, options: argparse.Namespace) -> list[Measurement]:
-    """Offers more and more until frames come late; then half of the highest rate that did not."""
-    tried = []
-    for rate in options.rates:
-        tried.append(measure(http_processes, options.streams, rate * http_processes, options))
-        print(json.dumps(asdict(tried[-1])), flush=True)
-        if tried[-1].frames_per_second < IN_TIME_SHARE * tried[-1].offered_frames_per_second:
-            break
-    return tried
+def measure_all(options: argparse.Namespace) -> Iterator[Measurement]:
+    """For each number of processes offers more and more, until frames come late."""
+    for http_processes in options.http_processes:
+        for rate in options.rates:
+            measured = measure(http_processes, options.streams, rate * http_processes, options)
+            yield measured
+            if measured.frames_per_second < IN_TIME_SHARE * measured.offered_frames_per_second:
+                break
 
 
 def main() -> None:
-    """Measures and prints JSON lines; writes all of them to --out."""
+    """Measures and prints JSON lines; --out has all of them after each measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--http-processes", type=int, nargs="+", default=[1])
     parser.add_argument("--streams", type=int, default=1024)
@@ -222,10 +220,19 @@ def main() -> None:
     parser.add_argument("--pin", action="store_true", help="a core for each HTTP process, the others for the rest")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results = [one for count in options.http_processes for one in highest(count, options)]
-    if options.out is not None:
-        report = {"command": sys.argv, "cores": os.cpu_count(), "measurements": [asdict(one) for one in results]}
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    options.cores = sorted(os.sched_getaffinity(0))  # before a measurement pins this process
+    most = max(options.http_processes)
+    if options.pin and most >= len(options.cores):
+        parser.error(
+            f"--pin: {most} HTTP processes and the rest need more than {len(options.cores)} cores; leave it out"
+        )
+    results = []
+    for measured in measure_all(options):
+        results.append(asdict(measured))
+        print(json.dumps(results[-1]), flush=True)
+        if options.out is not None:
+            report = {"command": sys.argv, "cores": len(options.cores), "measurements": results}
+            write_text(options.out, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
