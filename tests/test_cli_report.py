@@ -37,14 +37,18 @@ def test_the_page_of_a_saved_document(tmp_path: Path) -> None:
     assert elsewhere.read_text() == saved
 
 
-def test_a_folder_of_runs_has_a_page_on_each_and_none_that_nobody_asked_for(
+def test_a_folder_of_runs_has_a_page_on_each_and_an_index(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(two_runs(tmp_path_factory)[0].parent, tmp_path / "runs"))
     runs = sorted(folder.iterdir())
     code, stdout, err = call_here("report", folder)
-    assert (code, stdout.splitlines(), err) == (0, [str(run / "report.html") for run in runs], "")
-    assert sorted(folder.iterdir()) == runs
+    assert (code, stdout.splitlines(), err) == (
+        0,
+        [*(str(run / "report.html") for run in runs), str(folder / "index.html")],
+        "",
+    )
+    assert sorted(folder.iterdir()) == [*runs, folder / "index.html"]
 
 
 def test_the_page_of_a_document_lies_beside_it_wherever_the_command_is_called(tmp_path: Path) -> None:
@@ -71,6 +75,18 @@ def test_questions_to_many_runs(tmp_path_factory: pytest.TempPathFactory) -> Non
     assert all(run.name in stdout for run in runs)
 
 
+def test_runs_as_csv(tmp_path_factory: pytest.TempPathFactory) -> None:
+    runs = two_runs(tmp_path_factory)
+    code, stdout, err = call_here("report", runs[0].parent, "--csv")
+    assert (code, err) == (0, "")
+    rows = list(csv.DictReader(io.StringIO(stdout)))
+    assert [Path(row["run"]) for row in rows] == list(runs)
+    for row, run in zip(rows, runs, strict=True):
+        result = json.loads((run / "result.json").read_text())
+        assert row["verdict"] == result["verdict"]
+        assert float(row["output_tokens_per_second"]) == result["output_tokens_per_second"]
+
+
 def test_questions_that_have_no_answer(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     pytest.importorskip("duckdb")
     run = two_runs(tmp_path_factory)[0]
@@ -88,8 +104,8 @@ def test_what_has_no_page(tmp_path_factory: pytest.TempPathFactory, tmp_path: Pa
         assert str(path) in refused("report", path)
     for arguments, why in (
         ((), "Missing argument"),
-        ((run, "--json"), "need --query"),
-        ((run, "--csv"), "need --query"),
+        ((run, "--json"), "needs --query"),
+        ((run, "--csv", "--out", tmp_path / "page.html"), "give no --out"),
         ((run, run, "--out", tmp_path / "page.html"), "give only one PATH"),
         ((run, "--query", SQL, "--csv", "--json"), "at most one of --csv and --json"),
         ((run, "--query", SQL, "--out", tmp_path / "page.html"), "no --out"),

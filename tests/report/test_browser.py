@@ -12,6 +12,7 @@ from megatoken.analysis.comparison import compare
 from megatoken.audit import read_evidence as read
 from megatoken.claims.references import comparison_entry
 from megatoken.report import save_document, write_report
+from run_folders import run_folder
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
@@ -211,6 +212,23 @@ def test_a_screen_reader_finds_tables_charts_and_regions_by_name(address, visit)
         'region "Findings"',
     ):
         assert part in tree, part
+
+
+def test_runs_are_sorted_by_mouse_and_keyboard(visit, tmp_path):
+    for name, seconds in (("one", 9.0), ("two", 100.0), ("three", 20.0)):
+        run_folder(tmp_path / "runs", name, "host", f"2026-11-20T09:00:0{len(name)}Z", seconds=seconds)
+    tab = visit(write_report(tmp_path / "runs").as_uri())
+    table = tab.locator("table", has=tab.locator("caption", has_text=re.compile("^Runs$")))
+    rate = table.get_by_role("button", name="Rate")
+    rate.click()
+    assert table.locator("tbody th").all_inner_texts() == ["two", "three", "one"]
+    rate.focus()
+    tab.keyboard.press("Enter")
+    assert table.locator("tbody th").all_inner_texts() == ["one", "three", "two"]
+    assert "descending" in table.locator("thead th[aria-sort]").get_attribute("aria-sort")
+    table.get_by_role("button", name="Run", exact=True).click()
+    assert table.locator("tbody th").all_inner_texts() == ["one", "three", "two"]
+    assert wider_than_the_window(tab) == []
 
 
 def test_paper_has_every_section_no_folded_numbers_and_black_letters(address, visit, tmp_path):

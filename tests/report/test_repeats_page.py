@@ -9,7 +9,6 @@ from pages import parsed, table_rows, words
 from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.audit import read_evidence
 from megatoken.claims.references import comparison_entry
-from megatoken.errors import UsageError
 from megatoken.files import plain, to_json, write_text
 from megatoken.planning.commands import Common, Rate, capacity
 from megatoken.report import read_subject, write_report, write_reports
@@ -95,30 +94,24 @@ def test_reasons_and_simulated_gpus_of_repeats_are_told(runs, tmp_path):
     assert "MEASURED simulated H200: rates and times come from a cost model; the worst of 3 runs" in text
 
 
-def test_only_runs_of_a_repetition_have_a_page_together(runs, tmp_path):
-    assert [page.name for page in write_reports(tmp_path)] == ["report.html"] * 3
-    write_text(tmp_path / "x-repeats" / REPEATS, to_json(summarise_repeats(runs, 3)))
-    pages = list(write_reports(tmp_path))
-    assert pages[-1] == tmp_path / "x-repeats" / "repeats.html"
-    run_folder(tmp_path / "x-repeats", "004", "host", MINUTE.format(10), precision="fp8")
-    pages = list(write_reports(tmp_path))
-    assert [page.name for page in pages] == ["report.html"] * 4
-    with pytest.raises(UsageError, match="holds 4 runs, and --out names one page; give one of them"):
-        write_report(tmp_path, tmp_path / "page.html")
+def test_only_runs_of_a_repetition_have_a_page_of_repeats(runs, tmp_path):
+    folder = tmp_path / "x-repeats"
+    assert [page.name for page in write_reports(tmp_path)] == ["report.html"] * 3 + ["index.html"]
+    write_text(folder / REPEATS, to_json(summarise_repeats(runs, 3)))
+    assert list(write_reports(tmp_path))[-1] == folder / "repeats.html"
+    run_folder(folder, "004", "host", MINUTE.format(10), precision="fp8")
+    assert [page.name for page in write_reports(tmp_path)] == ["report.html"] * 4 + ["index.html"]
 
 
-def test_one_page_on_repeats_and_another_run_is_refused(runs, tmp_path):
-    """The page on the repeats would leave out the other run without a word."""
+def test_the_one_page_on_repeats_and_another_run_leaves_out_none(runs, tmp_path):
     page = tmp_path / "page.html"
     write_text(tmp_path / "x-repeats" / REPEATS, to_json(summarise_repeats(runs, 3)))
-    assert write_report(tmp_path, page) == page
-    page.unlink()
+    assert "Mean of the runs" in write_report(tmp_path, page).read_text()
     run_folder(tmp_path, "alone", "host", MINUTE.format(10))
-    message = "holds 4 runs, and --out names one page; give one of them, or the folder of its repeats, with it"
-    with pytest.raises(UsageError, match=message):
-        write_report(tmp_path, page)
-    assert not page.exists()
-    assert write_report(tmp_path / "x-repeats", page) == page
+    assert list(table_rows(parsed(write_report(tmp_path, page).read_text()), "Runs"))[1:] == [
+        "alone", "003", "002", "001",
+    ]  # fmt: skip
+    assert "Mean of the runs" in write_report(tmp_path / "x-repeats", page).read_text()
 
 
 def test_repeats_whose_runs_are_gone_are_shown_from_their_document(runs, tmp_path):

@@ -63,9 +63,9 @@ def check_repeats(runs: Sequence[Run], name: str) -> None:
     Raises:
         UsageError: names the first that is not, and in what it differs.
     """
-    first = _setting(runs[0])
+    first = setting(runs[0])
     for run in runs[1:]:
-        for key, value in _setting(run).items():
+        for key, value in setting(run).items():
             if value != first[key]:
                 raise UsageError(
                     f"{name}: {run.path.name} is not a repeat of {runs[0].path.name}: {key} is {value}, not"
@@ -75,10 +75,10 @@ def check_repeats(runs: Sequence[Run], name: str) -> None:
 
 def are_repeats(runs: Sequence[Run]) -> bool:
     """Whether all are the same test on the same machine."""
-    return all(_setting(run) == _setting(runs[0]) for run in runs)
+    return all(setting(run) == setting(runs[0]) for run in runs)
 
 
-def _setting(run: Run) -> dict[str, Any]:
+def setting(run: Run) -> dict[str, Any]:
     """What repeats of one test have in common; ``samples`` and ``min_duration_seconds`` as asked for."""
     target = run.result.get("target") or {}
     return {

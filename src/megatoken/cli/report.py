@@ -24,17 +24,24 @@ def report(
     sql: Annotated[
         str | None, flag("SQL", "Run a SELECT over the run folders and print the result.", "--query")
     ] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Print the result of --query as CSV.")] = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print a line for each run, or the result of --query, as CSV.")
+    ] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print the result of --query as JSON.")] = False,
 ) -> int:
-    """Rebuild reports, or query runs with SQL."""
+    """Rebuild reports, list runs as CSV, or query them with SQL."""
     if sql is not None:
         if out is not None or (csv and json_only):
             raise UsageError("--query: give at most one of --csv and --json, and no --out")
         _answer(paths, sql, csv=csv, json_only=json_only)
         return ExitCode.OK
-    if csv or json_only:
-        raise UsageError("--csv and --json need --query SQL")
+    if json_only:
+        raise UsageError("--json needs --query SQL")
+    if csv:
+        if out is not None:
+            raise UsageError("--csv prints on standard output; give no --out")
+        _print_runs(paths)
+        return ExitCode.OK
     if out is not None and len(paths) > 1:
         raise UsageError("--out names one page; give only one PATH")
 
@@ -45,6 +52,16 @@ def report(
             with standard_output(f"the page is {page}"):
                 print(page)
     return ExitCode.OK
+
+
+def _print_runs(paths: list[Path]) -> None:
+    from megatoken.analysis.history import entry_of
+    from megatoken.analysis.lookup import read_runs
+    from megatoken.report import history_csv
+
+    runs = {run.path: run for path in paths for run in read_runs(path)}
+    with standard_output():
+        print(history_csv(map(entry_of, runs.values())), end="")
 
 
 def _answer(paths: list[Path], sql: str, *, csv: bool, json_only: bool) -> None:

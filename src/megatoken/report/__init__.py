@@ -2,11 +2,13 @@
 
 from megatoken.report.answers import answer_csv, answer_json, answer_table
 from megatoken.report.files import read_subject, save_document, write_report, write_reports
+from megatoken.report.views.history import history_csv
 
 __all__ = [
     "answer_csv",
     "answer_json",
     "answer_table",
+    "history_csv",
     "read_subject",
     "save_document",
     "write_report",

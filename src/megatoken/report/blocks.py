@@ -36,7 +36,24 @@ class Fold:
     words: tuple[Words, ...]
 
 
-Cell: TypeAlias = str | Badge | tuple[Words | Badge | Fold, ...]
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Part of a cell that leads to another page, at ``address`` relative to this one."""
+
+    text: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spark:
+    """Part of a cell: a curve of a few values as SVG elements on a canvas of 120 x 24, and what it says in words."""
+
+    drawing: str
+    text: str
+
+
+Part: TypeAlias = Words | Badge | Fold | Link | Spark
+Cell: TypeAlias = str | Badge | tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +73,7 @@ class Table:
     ``kinds``, one word per row, lets a reader of the page choose which rows are shown; those in ``hidden`` are not at
     first. ``stacked`` makes each row a block of lines where the page is narrow: for cells that hold sentences.
     ``narrow`` tables, with a few short columns, share a line with a figure or another such table on a wide page.
+    ``sortable`` tables get buttons in their heads on the page.
     """
 
     caption: str
@@ -66,6 +84,7 @@ class Table:
     stacked: bool = False
     narrow: bool = False
     note: str = ""
+    sortable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +149,15 @@ class Facts:
     folded: bool = True
 
 
-Block: TypeAlias = Headline | Verdict | Points | Table | Figure | Terms | Facts
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A file that the page carries; on the page only."""
+
+    name: str
+    content: str
+
+
+Block: TypeAlias = Headline | Verdict | Points | Table | Figure | Terms | Facts | Download
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +197,7 @@ def text_of(cell: Cell) -> str:
     return "\n".join(clean(part_text(part)) for part in cell)
 
 
-def part_text(part: Words | Badge | Fold) -> str:
+def part_text(part: Part) -> str:
     """A part of a cell as one line."""
     if isinstance(part, Badge):
         return part.word

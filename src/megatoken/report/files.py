@@ -6,18 +6,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.history import history
 from megatoken.analysis.lookup import read_consistent_run, run_folders
 from megatoken.analysis.repeats import REPEATS, are_repeats, missing_notes, read_repeats, summarise_repeats
 from megatoken.analysis.sweep import SWEEP, are_points, summarise_sweep
 from megatoken.errors import UsageError
 from megatoken.files import plain, storage_error, to_json, write_text
+from megatoken.report.blocks import View
 from megatoken.report.documents import Document, checked, document_in, read_document
 from megatoken.report.page import page
 from megatoken.report.views import document_view, run_view
+from megatoken.report.views.history import history_view
 from megatoken.runs.run import REPORT, Run
 
 OURS = b"megatoken</title>"  # near the start of every page
 HEAD_BYTES = 8192
+INDEX = "index.html"
 
 
 def read_subject(path: Path) -> Run | Document:
@@ -40,29 +44,33 @@ def write_reports(path: Path, out: Path | None = None, *, movable: bool = True) 
 
     The page of a run folder is ``report.html`` in it; that of a saved document, or a folder with one, lies next to it
     under its name. Of a folder with run folders below it: the page of each, and in each folder that ``--repeat`` made
-    one on them together, ``repeats.html``. ``out`` names another file for the one page that ``path`` has, or the one on
-    its repeats together; ``movable``: the command has a flag ``--out``.
+    one on them together, ``repeats.html``; of several runs without such a page on all of them, ``index.html`` in
+    ``path``. ``out`` names another file for the page on all of ``path`` and leaves the other pages alone; ``movable``:
+    the command has a flag ``--out``.
 
     Raises:
         UsageError: ``path`` cannot be read, or another file has the name of the page.
         StorageError: a page cannot be written.
     """
     subjects = list(_subjects(path))
+    runs = [subject for subject, _ in subjects if isinstance(subject, Run)]
+    together = {place.parent for subject, place in subjects if isinstance(subject, Document)}
+    indexed = len(runs) > 1 and {run.path.parent for run in runs} != together
     if out is not None:
-        runs = [subject.path for subject, _ in subjects if isinstance(subject, Run)]
-        documents = [one for one in subjects if isinstance(one[0], Document)]
-        on_all = [one for one in documents if all(run.parent == one[1].parent for run in runs)] or subjects
-        if len(on_all) != 1:
-            folder = ", or the folder of its repeats," if documents else ""
-            raise UsageError(
-                f"{path}: holds {len(runs)} runs, and --out names one page; give one of them{folder} with it"
-            )
-        subjects = [(on_all[0][0], out)]
+        subjects = [] if indexed else [(subjects[-1][0], out)]
     for subject, place in subjects:
-        _check_replaceable(place)
-        made = page(run_view(subject) if isinstance(subject, Run) else document_view(subject))
-        write_text(place, made, movable=movable)
-        yield place
+        made = run_view(subject) if isinstance(subject, Run) else document_view(subject)
+        yield _write_page(place, made, movable=movable)
+    if indexed:
+        place = out or path / INDEX
+        name = path.resolve().name or str(path)
+        yield _write_page(place, history_view(history(runs, name), place.parent), movable=movable)
+
+
+def _write_page(place: Path, view: View, *, movable: bool) -> Path:
+    _check_replaceable(place)
+    write_text(place, page(view), movable=movable)
+    return place
 
 
 def save_document(document: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
