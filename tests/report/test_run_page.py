@@ -1,5 +1,8 @@
 """The page of a run: saying what the folder says."""
 
+import re
+
+import numpy as np
 import pytest
 from pages import parsed, table_rows, words
 
@@ -88,13 +91,14 @@ def test_a_soak_does_not_list_loadgen(make_run):
     assert "mlperf/" not in table_rows(root, "Files in this folder")
 
 
-def test_one_node_without_telemetry_has_seven_charts(make_run):
+def test_one_node_without_telemetry_has_eight_charts(make_run):
     root = page_of(make_run())
     assert figures(root) == [
         "Output tokens over time tokens/s",
         "Samples being computed samples",
         "Engine utilisation %",
-        "First and last token % of samples at or below",
+        "First token % of samples at or below",
+        "Last token % of samples at or below",
         "Time per output token % of samples at or below",
         "Lengths of the samples % of samples at or below",
         "Goodput by limit output tokens/s",
@@ -212,3 +216,25 @@ def test_a_rate_search_answers_first(make_run):
     assert list(table_rows(root, "Rates tried"))[1:] == ["20", "26", "26.35"]
     assert f"Rate search: {answer}" in [line.plain for line in lines(read_run(run), [])]
     assert "Rate search" not in words(page_of(make_run()))
+
+
+def test_the_limits_of_a_run_are_drawn_where_they_are_on_the_axis_of_the_latency(make_run):
+    figures = _sample_figures_of(make_run(scenario="server", ttft_limit_seconds=8.0, tpot_limit_seconds=0.02))
+    first, last, per_token, _ = figures
+    assert first.legend[-1] == ("keymark keymark0", "This run's limits, 8 s")
+    assert per_token.legend[-1] == ("keymark keymark0", "This run's limits, 20 ms")
+    assert (first.title, last.title, last.legend) == ("First token", "Last token", ())
+    (place,) = re.findall(r'class="mark mark0" x1="([\d.]+)"', first.drawing)
+    ticks = dict(re.findall(r'class="tick middle" x="([\d.]+)" y="[\d.]+">([\d.]+)<', first.drawing))
+    places, seconds = zip(*((float(x), float(value)) for x, value in ticks.items()), strict=True)
+    assert np.interp(float(place), places, seconds) == pytest.approx(8.0, abs=0.05)
+
+
+def test_a_limit_on_the_first_token_is_not_drawn_in_offline(make_run):
+    first, *_ = _sample_figures_of(make_run(ttft_limit_seconds=2.0))
+    assert "mark" not in first.drawing
+
+
+def _sample_figures_of(folder):
+    (section,) = (part for part in run_view(read_run(folder)).sections if part.title == "Over samples")
+    return section.blocks

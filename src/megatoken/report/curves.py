@@ -108,9 +108,18 @@ def time_chart(
 
 
 def distribution_chart(
-    title: str, unit: str, samples: Sequence[tuple[str, Floats]], *, x_label: str, from_zero: bool = True
+    title: str,
+    unit: str,
+    samples: Sequence[tuple[str, Floats]],
+    *,
+    x_label: str,
+    from_zero: bool = True,
+    limits: Sequence[Mark] = (),
 ) -> Figure:
-    """Share of samples at or below each value: one curve for each name and its values [N] in ``unit``."""
+    """Share of samples at or below each value: one curve for each name and its values [N] in ``unit``.
+
+    ``limits`` are drawn upright, and the axis reaches the last of them.
+    """
     lines = [distribution(name, values) for name, values in samples]
     data = Table(
         caption=f"{title}: percentiles",
@@ -120,8 +129,9 @@ def distribution_chart(
         ),
     )
     low = 0.0 if from_zero else min(float(line.x.min()) for line in lines)
-    x_range = (low, top_of([line.x for line in lines]))
-    return line_chart(title, "% of samples at or below", x_label, lines, data, x_range=x_range, y_max=100)
+    low = min([low, *(limit.at for limit in limits)])
+    x_range = (low, max([top_of([line.x for line in lines]), *(limit.at for limit in limits)]))
+    return line_chart(title, "% of samples at or below", x_label, lines, data, x_range=x_range, y_max=100, marks=limits)
 
 
 def distribution(name: str, values: Floats) -> Line:

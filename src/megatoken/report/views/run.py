@@ -20,7 +20,7 @@ from megatoken.analysis.statistics import (
 from megatoken.report.bars import Dot, dot_chart
 from megatoken.report.blocks import Block, Column, Facts, Figure, Headline, Points, Table, Terms, View, section
 from megatoken.report.blocks import Verdict as VerdictBlock
-from megatoken.report.curves import distribution_chart
+from megatoken.report.curves import Mark, distribution_chart
 from megatoken.report.metrics import (
     PERCENTILES,
     ROUGE_2_NOTE,
@@ -34,7 +34,7 @@ from megatoken.report.metrics import (
 )
 from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
-from megatoken.report.views.goodput import goodput_blocks
+from megatoken.report.views.goodput import goodput_blocks, limits_of
 from megatoken.report.views.over_time import time_figures
 from megatoken.report.views.rate_search import search_blocks
 from megatoken.runs.reasons import Reason
@@ -180,13 +180,26 @@ def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
     done = samples.only(samples.completed & np.isfinite(samples.first))
     if len(done) < 2:
         return
-    origin = "the query's start" if run.result.get("scenario") == "offline" else "the scheduled time"
-    times = [("first token", done.ttft), ("last token", done.last - done.scheduled)]
-    yield distribution_chart("First and last token", "s", times, x_label=f"seconds since {origin}")
+    offline = run.result.get("scenario") == "offline"
+    since = f"seconds since the {'start of the query' if offline else 'scheduled time'}"
+    known = limits_of(run)
+    ttft = [
+        Mark(f"{one.name}, {one.ttft_seconds:g} s", one.ttft_seconds, upright=True)
+        for one in known
+        if one.ttft_seconds is not None and not offline
+    ]
+    yield distribution_chart("First token", "s", [("samples", done.ttft)], x_label=since, limits=ttft)
+    yield distribution_chart("Last token", "s", [("samples", done.last - done.scheduled)], x_label=since)
     tpot = done.tpot[np.isfinite(done.tpot)]
     if len(tpot) > 1:
+        milliseconds = [(one.name, 1000 * one.tpot_seconds) for one in known if one.tpot_seconds is not None]
         yield distribution_chart(
-            "Time per output token", "ms", [("samples", 1000 * tpot)], x_label="milliseconds", from_zero=False
+            "Time per output token",
+            "ms",
+            [("samples", 1000 * tpot)],
+            x_label="milliseconds",
+            from_zero=False,
+            limits=[Mark(f"{name}, {limit:g} ms", limit, upright=True) for name, limit in milliseconds],
         )
     lengths = [("input", done.input_tokens), ("output", done.output_tokens)]
     yield distribution_chart("Lengths of the samples", "tokens", lengths, x_label="tokens")
