@@ -170,5 +170,5 @@ def test_a_step_fits_its_plan(name: str, ranks: int, form: str, tokens: int, dec
     planned = workspace_bytes(model, form, tokens, decodes + (tokens > decodes), ranks)
     assert taken < planned
     if form == "fp8 by row":  # it measures no scales: nothing beyond what a step in bf16 takes
-        assert taken < most_bytes(own, "bf16", tokens, decodes)
+        assert taken <= most_bytes(own, "bf16", tokens, decodes)
         assert planned == workspace_bytes(model, "bf16", tokens, decodes + (tokens > decodes), ranks)
