@@ -80,7 +80,9 @@ class History:
 
 def history(runs: Sequence[Run], name: str) -> History:
     """The history of ``runs``, in any order."""
-    ordered = sorted(runs, key=lambda run: (str(run.result.get("created_at") or ""), run.path))
+    # Runs that ended in the same second stand in the order in which they began.
+    times = ("created_at", "started_at")
+    ordered = sorted(runs, key=lambda run: (*(_text(run.result.get(time)) for time in times), run.path))
     entries = {run.path: entry_of(run) for run in ordered}
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in ordered:
