@@ -17,21 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_measuring import (
-    DEVICE,
-    E4M3,
-    PowerSampler,
-    copy_gigabytes_per_second,
-    gaussian,
-    graph_microseconds,
-    report,
-    require_gpu,
-    write_report,
-)
+from gpu_measuring import report, require_gpu, write_report
 from megatoken.engine.config import RopeConfig
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import fused, tokens
 from megatoken.errors import MegatokenError
+from megatoken.hardware.power import PowerSampler
+from megatoken.hardware.qualify.gpu_timing import (
+    DEVICE,
+    E4M3,
+    copy_gigabytes_per_second,
+    device_uuid,
+    gaussian,
+    graph_microseconds,
+)
 
 ROWS = (64, 256, 512, 1024, 1536, 2048, 4096)
 FEW_ROWS = (512, 1536, 4096)
@@ -292,7 +291,7 @@ def measure() -> dict[str, Any]:
     print(f"large copy: {copy_rate:.0f} GB/s\n{header}")
     copies = CopyClock()
     results = []
-    with PowerSampler() as power:
+    with PowerSampler(device_uuid()) as power:
         begin = time.monotonic()
         for cases in (norm_cases, silu_cases, rotate_cases, argmax_cases, token_cases):
             for shape in SHAPES:

@@ -21,24 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_measuring import (
-    BF16,
+from gpu_measuring import report, require_gpu, write_report
+from gpu_trace import traced
+from megatoken.engine.config import SHAPES
+from megatoken.errors import MegatokenError
+from megatoken.hardware.power import Power, PowerSampler
+from megatoken.hardware.qualify.gpu_products import Weights
+from megatoken.hardware.qualify.gpu_timing import (
     DEVICE,
-    E4M3_SPREAD,
-    Power,
-    PowerSampler,
     copy_gigabytes_per_second,
-    gaussian,
-    gaussian_e4m3,
+    device_uuid,
     graph_microseconds,
     repeat_for,
-    report,
-    require_gpu,
-    write_report,
 )
-from gpu_trace import traced
-from megatoken.engine.config import SHAPES, ModelConfig
-from megatoken.errors import MegatokenError
+from megatoken.hardware.qualify.shapes import Product, bound_seconds, products_of
 
 SCALINGS = ("tensor", "row", "bf16")
 BURST_LAYERS = 8
@@ -61,35 +57,6 @@ class Options:
     seconds: float
     layers: int
     out: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """``y [M, outputs] = x [M, inputs] W^T``."""
-
-    name: str
-    outputs: int
-    inputs: int
-
-    def operations(self, rows: int) -> int:
-        """Floating-point, of ``rows`` rows."""
-        return 2 * rows * self.outputs * self.inputs
-
-    def moved_bytes(self, rows: int, item: int) -> int:
-        """Weight and input of ``item`` bytes an element, output in bf16."""
-        return (self.outputs + rows) * self.inputs * item + 2 * rows * self.outputs
-
-
-def products_of(model: ModelConfig) -> list[Product]:
-    """A layer's, in their order."""
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    hidden, feed_forward = model.hidden_size, model.intermediate_size
-    return [
-        Product("qkv", queries + 2 * keys, hidden),
-        Product("output", hidden, queries),
-        Product("gate_up", 2 * feed_forward, hidden),
-        Product("down", hidden, feed_forward),
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,31 +85,6 @@ class Sustained:
     peak_share: float | None
     power: Power
     joules_per_row_and_layer: float
-
-
-class Weights:
-    """Several layers' weights in one format, and calls on them."""
-
-    def __init__(self, scaling: str, products: Sequence[Product], layers: int) -> None:
-        self.scaling, self.products, self.layers = scaling, products, layers
-        make = gaussian if scaling == "bf16" else gaussian_e4m3
-        self.values = [[make(product.outputs, product.inputs) for product in products] for _ in range(layers)]
-
-    def call(self, number: int, rows: int) -> Callable[[int], Tensor]:
-        """The product, with inputs of ``rows`` rows, as a function of the layer. Outputs have a spread of about 1."""
-        product = self.products[number]
-        if self.scaling == "bf16":
-            x_MK = gaussian(rows, product.inputs, spread=product.inputs**-0.5)
-            return lambda layer: torch.nn.functional.linear(x_MK, self.values[layer][number])
-        x_MK = gaussian_e4m3(rows, product.inputs)
-        by_row = self.scaling == "row"
-        x_scale = torch.full((rows, 1) if by_row else (1,), 1 / E4M3_SPREAD, device=DEVICE)
-        weight_scale = torch.full(
-            (1, product.outputs) if by_row else (1,), product.inputs**-0.5 / E4M3_SPREAD, device=DEVICE
-        )
-        return lambda layer: torch._scaled_mm(
-            x_MK, self.values[layer][number].t(), x_scale, weight_scale, out_dtype=BF16, use_fast_accum=True
-        )
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -175,7 +117,7 @@ def bound_microseconds(
     """The least time: operations at ``teraflops`` or bytes at the copy's rate, whichever takes longer."""
     if teraflops is None:
         return None
-    return max(product.operations(rows) / teraflops / 1e6, product.moved_bytes(rows, item) / copy_gigabytes / 1e3)
+    return 1e6 * bound_seconds(product, rows, item, 1e12 * teraflops, 1e9 * copy_gigabytes)
 
 
 def kernel_names(calls: Sequence[Callable[[int], Tensor]]) -> list[str]:
@@ -272,7 +214,7 @@ def measure(options: Options) -> dict[str, Any]:
     all_bursts: list[Burst] = []
     layer_rates: list[dict[str, Any]] = []
     long_runs: list[Sustained] = []
-    with PowerSampler() as sampler, torch.inference_mode():
+    with PowerSampler(device_uuid()) as sampler, torch.inference_mode():
         for scaling in options.scalings:
             torch.cuda.empty_cache()
             weights = Weights(scaling, products, layers)

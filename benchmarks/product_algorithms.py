@@ -24,20 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemm import Product, products_of
-from gpu_measuring import (
-    BF16,
-    DEVICE,
-    E4M3_SPREAD,
-    PowerSampler,
-    gaussian_e4m3,
-    repeat_for,
-    report,
-    require_gpu,
-    write_report,
-)
+from gpu_measuring import report, require_gpu, write_report
 from megatoken.engine.config import SHAPES
 from megatoken.errors import CapacityError, MegatokenError
+from megatoken.hardware.power import PowerSampler
+from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3_SPREAD, device_uuid, gaussian_e4m3, repeat_for
+from megatoken.hardware.qualify.shapes import Product, products_of
 
 # Values of cublasLt.h and library_types.h (CUDA 13).
 REAL_32F, REAL_16BF, REAL_8F_E4M3, COMPUTE_32F = 0, 14, 28, 68
@@ -392,7 +384,7 @@ def main() -> None:
         torch.mm(torch.ones(16, 16, device=DEVICE, dtype=BF16), torch.ones(16, 16, device=DEVICE, dtype=BF16))
         library = Library()
         results = []
-        with PowerSampler() as sampler, torch.inference_mode():
+        with PowerSampler(device_uuid()) as sampler, torch.inference_mode():
             for product in products_of(SHAPES[options.shape]):
                 if options.products and product.name not in options.products:
                     continue

@@ -14,13 +14,9 @@ import itertools
 import json
 import multiprocessing
 import random
-import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from multiprocessing.synchronize import Event
@@ -32,13 +28,12 @@ import numpy as np
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import SHAPES, ModelConfig
-from megatoken.errors import MegatokenError
 from megatoken.hardware.inventory import take_inventory
+from own_server import READY_SECONDS, metric, own_server, percentiles, save
 
 NOTE = "unofficial: random weights, prompts of random ids, forced output lengths; not verified by MLCommons"
 DISTINCT_REQUESTS = 4096
 WAITING_REQUESTS = 128
-READY_SECONDS = 400.0
 GENERATED = "vllm:generation_tokens_total"
 
 
@@ -217,48 +212,17 @@ def over_http(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         http_post({"prompt": prompt, "max_tokens": output, "ignore_eos": True, "stream": True, "temperature": 0})
         for prompt, output in requests(model.vocabulary_size, options)
     ]
-    flags = ["--model", str(folder), "--random-weights", "--precision", options.precision, "--port", "0"]
+    flags = ["--model", str(folder), "--random-weights", "--precision", options.precision]
     flags += ["--engine.prefix_cache", "false"]  # MLPerf's rules allow none, and in process there is none
-    command = [sys.executable, "-m", "megatoken", "serve", *flags, *options.serve_flags.split()]
-    began = time.monotonic()
-    log = folder / "serve.log"
-    with log.open("w") as stderr, subprocess.Popen(command, stderr=stderr) as server:
-        try:
-            port = ready_port(server, log)
-            ready_seconds = time.monotonic() - began
-            return measure_http(port, bodies, options) | {"ready_seconds": ready_seconds, "command": command[2:]}
-        finally:
-            server.send_signal(signal.SIGTERM)
-            time.sleep(1.0)
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(10)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                print("the server did not end by itself", log.read_text()[-2000:], file=sys.stderr)
+    with own_server([*flags, *options.serve_flags.split()]) as server:
+        found = measure_http(server.port, bodies, options)
+        return found | {"ready_seconds": server.ready_seconds, "flags": [*flags, *options.serve_flags.split()]}
 
 
 def http_post(body: dict[str, Any]) -> bytes:
     text = json.dumps({"model": "", **body} if "model" in body else body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     return f"{head}{len(text)}\r\n\r\n".encode() + text
-
-
-def ready_port(server: subprocess.Popen[bytes], log: Path) -> int:
-    """The port that the server says it listens on, once it is ready."""
-    until = time.monotonic() + READY_SECONDS
-    while server.poll() is None and time.monotonic() < until:
-        if found := re.search(r"serving .* on https?://[^:]+:(\d+) \(ready", log.read_text()):
-            return int(found[1])
-        time.sleep(0.1)
-    raise MegatokenError(f"the server was not ready: {log.read_text()[-500:]}")
-
-
-def metric(port: int, name: str) -> float:
-    """Sum of a metric over its labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}(\{{| )", line))
 
 
 def measure_http(port: int, bodies: list[bytes], options: argparse.Namespace) -> dict[str, Any]:
@@ -292,11 +256,6 @@ def measure_http(port: int, bodies: list[bytes], options: argparse.Namespace) ->
     }
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The usual ones; empty if there is no value."""
-    return {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} if values else {}
-
-
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     sides: dict[str, list[dict[str, Any]]] = {"process": [], "http": []}
@@ -328,7 +287,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(rates) == 2:
         document["http_over_process"] = rates["http"] / rates["process"]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=1))
+    save(document, options.out)
     print(json.dumps(rates), document.get("http_over_process"))
     return 0
 

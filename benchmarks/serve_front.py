@@ -16,13 +16,9 @@ import argparse
 import json
 import multiprocessing
 import os
-import re
 import selectors
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,7 +28,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from megatoken.files import write_text
+from own_server import own_server, percentiles, save
 
 WARM_UP_SECONDS = 1.5
 IN_TIME_SHARE = 0.98
@@ -121,18 +117,13 @@ def client(port: int, model: str, streams: int, seconds: float, tokens: int, res
 
 def measure(http_processes: int, streams: int, rate: float, options: argparse.Namespace) -> Measurement:
     """Starts a server, loads it for a while, ends it."""
-    command = [
-        *(sys.executable, "-m", "megatoken", "serve", "--engine", "mock", "--port", "0", "--model", options.model),
-        *("--tokens-per-second", str(rate / streams), "--http-processes", str(http_processes), "--access-log", "false"),
-    ]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        line = server.stderr.readline()
-        threading.Thread(target=server.stderr.read, daemon=True).start()  # lines about clients that left
-        found = re.search(r"serving (\S+) on \S+:(\d+) ", line) or sys.exit(line)
-        port = int(found[2])
-        http = [one for one in psutil.Process(server.pid).children() if "megatoken.serve.http_process" in one.cmdline()]
+    flags = ["--engine", "mock", "--model", options.model, "--http-processes", str(http_processes)]
+    with own_server([*flags, "--tokens-per-second", str(rate / streams)]) as server:
+        http = [
+            one
+            for one in psutil.Process(server.process.pid).children()
+            if "megatoken.serve.http_process" in one.cmdline()
+        ]
         clients = min(options.clients, streams)
         if options.pin:
             pin(http, options.cores)
@@ -140,7 +131,9 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
         tokens = min(MOST_TOKENS, int((options.seconds + 3 * WARM_UP_SECONDS + 10) * rate / streams))
         share = [streams // clients + (at < streams % clients) for at in range(clients)]
         load = [
-            multiprocessing.Process(target=client, args=(port, found[1], one, options.seconds, tokens, results))
+            multiprocessing.Process(
+                target=client, args=(server.port, server.model, one, options.seconds, tokens, results)
+            )
             for one in share
         ]
         for process in load:
@@ -153,10 +146,6 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
         parts = [results.get(timeout=120) for _ in load]
         for process in load:
             process.join()
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.send_signal(signal.SIGINT)
-        server.wait(timeout=20)
     frames = sum(part[0] for part in parts)
     ttft = np.array([one for part in parts for one in part[1]])
     gaps = np.array([one for part in parts for one in part[2]]) - streams / rate
@@ -188,13 +177,6 @@ def pin(http: list[psutil.Process], cores: list[int]) -> None:
 def cpu_seconds(processes: list[psutil.Process]) -> float:
     """User and system time of all."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-
-def percentiles(values: np.ndarray[Any, Any]) -> dict[str, float]:
-    """Of seconds."""
-    if not len(values):
-        return {}
-    return {f"p{percent}": round(float(np.percentile(values, percent)), 6) for percent in (50, 90, 99)}
 
 
 def measure_all(options: argparse.Namespace) -> Iterator[Measurement]:
@@ -230,9 +212,7 @@ def main() -> None:
     for measured in measure_all(options):
         results.append(asdict(measured))
         print(json.dumps(results[-1]), flush=True)
-        if options.out is not None:
-            report = {"command": sys.argv, "cores": len(options.cores), "measurements": results}
-            write_text(options.out, json.dumps(report, indent=1) + "\n")
+        save({"measurements": results}, options.out)
 
 
 if __name__ == "__main__":

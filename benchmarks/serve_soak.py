@@ -1,11 +1,11 @@
-"""Holds thousands of streams open on ``megatoken serve`` while some clients vanish; checks that no other one notices.
+"""Holds many streams of ``megatoken serve`` open for minutes while some clients vanish; reports failures and leaks.
 
-    python benchmarks/serve_soak.py --streams 4096 --minutes 10 --out soak.json
+    python benchmarks/serve_soak.py --streams 4096 --seconds 600
 
-Every stream asks for the same number of tokens and begins again when it has them. A share of the clients closes its
-connection at a random token instead. At the end: every stream that was read to its end had all its tokens and no error,
-the gauges of the server are back at 0, and its processes have not grown. Prints one JSON object; exit code 1 if one of
-these does not hold.
+Every client opens a stream of random length, reads it to its end and opens the next one. A share of the streams ends at
+a random moment instead: half of those clients close the connection, half reset it. Every other stream must bring all of
+its tokens and ``[DONE]``. At the end all clients leave; then the gauges of ``/metrics`` must be back at 0, and the
+server's processes may not have grown much. Exit code 1 if one of these does not hold.
 """
 
 from __future__ import annotations
@@ -16,136 +16,152 @@ import json
 import random
 import re
 import resource
-import signal
-import subprocess
+import socket
+import struct
 import sys
-import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import psutil
 
-GROWTH_BYTES = 200e6
-SETTLE_SECONDS = 20.0
+from own_server import metric, own_server, save
+
+OPENING_SECONDS = 20.0
+SETTLED_SECONDS = 120.0  # when the memory to compare with is read: all streams are open, the KV cache has been in use
+GROWTH_MIB = 190.0  # 200 MB, since then
+GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
-async def stream(port: int, model: str, tokens: int, leave_after: int | None) -> str:
-    """Reads one answer, or leaves after so many frames; how it went."""
-    usage = {"include_usage": True}
-    body = json.dumps(
-        {"model": model, "prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True}
-        | {"stream": True, "stream_options": usage}
-    )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        writer.write(f"{head}{body}".encode())
-        data, frames = b"", 0
-        while piece := await reader.read(1 << 16):
-            data = data[-1000:] + piece
-            if b'"error"' in piece:
-                return f"error: {piece[-300:]!r}"
-            frames += piece.count(b"data: {")
-            if leave_after is not None and frames >= leave_after:
-                return "left"
-        whole = b"data: [DONE]" in data and f'"completion_tokens":{tokens}'.encode() in data
-        return "whole" if whole else f"cut off after {frames} frames"
-    finally:
-        writer.close()
+class Load:
+    """The clients of one server, and what came of their streams."""
 
+    def __init__(self, port: int, options: argparse.Namespace) -> None:
+        self.port, self.options = port, options
+        self.counts = {"complete": 0, "vanished": 0, "failed": 0}
+        self.open = self.most_open = 0
+        self.problems: list[str] = []
+        self.draws = random.Random(options.seed)
 
-async def user(port: int, model: str, options: argparse.Namespace, until: float, ends: Counter[str]) -> None:
-    """One client after the other until the time is over."""
-    draw = random.Random(random.random())
-    await asyncio.sleep(draw.random() * options.tokens / options.tokens_per_second)
-    while time.monotonic() < until:
-        leaves = draw.random() < options.vanish
+    async def client(self, start_seconds: float) -> None:
+        """Stream after stream."""
+        await asyncio.sleep(start_seconds)
+        while True:
+            vanishes = self.draws.random() < self.options.vanishing
+            limit = self.draws.expovariate(1 / self.options.vanish_seconds) if vanishes else None
+            self.open += 1
+            self.most_open = max(self.open, self.most_open)
+            try:
+                await asyncio.wait_for(self.stream(), limit)
+                self.counts["complete"] += 1
+            except TimeoutError:
+                self.counts["vanished"] += 1
+            except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+                self.counts["failed"] += 1
+                self.problems.append(f"{type(error).__name__}: {error}"[:300])
+            finally:
+                self.open -= 1
+
+    async def stream(self) -> None:
+        """One stream; its connection is closed, or reset, however it ends."""
+        tokens = self.draws.randint(*self.options.tokens)
+        fields = {"prompt": [5, 6, 7, 8], "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        body = json.dumps(fields | {"temperature": 1, "return_token_ids": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
         try:
-            ends[
-                await stream(port, model, options.tokens, draw.randint(1, options.tokens - 1) if leaves else None)
-            ] += 1
-        except OSError as error:
-            ends[f"failed: {error}"] += 1
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise ValueError((status + await reader.read(500)).decode(errors="replace"))
+            found, line = 0, b""
+            while not line.startswith(b"data: [DONE]"):
+                line = await reader.readline()
+                if not line:
+                    raise ValueError(f"the stream ended after {found} of {tokens} tokens")
+                if line.startswith(b"data: {"):
+                    choices = json.loads(line[6:])["choices"]  # an event of an error has none: KeyError is a failure
+                    found += sum(len(choice["token_ids"]) for choice in choices)
+            if found != tokens:
+                raise ValueError(f"{found} of {tokens} tokens")
+        except KeyError:
+            raise ValueError(line.decode(errors="replace")) from None
+        finally:
+            if self.draws.random() < 0.5:
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
 
 
-def metric(port: int, name: str) -> float:
-    """Sum over the samples of a metric."""
-    text = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}\{{.*\}} (\S+)$", text, re.MULTILINE))
+def memory_mib(pid: int) -> dict[str, float]:
+    """Resident memory and open files of each process of the server."""
+    sizes: dict[str, float] = {}
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        line = " ".join(process.cmdline())
+        name = found[1] if (found := re.search(r"megatoken\.serve\.(\w+)", line)) else "supervisor"
+        sizes[name] = sizes.get(name, 0.0) + round(process.memory_info().rss / 2**20, 1)
+        sizes[f"{name} files"] = sizes.get(f"{name} files", 0) + process.num_fds()
+    return sizes
 
 
-def resident_bytes(server: int) -> int:
-    """Of all processes of the server."""
-    parent = psutil.Process(server)
-    return sum(one.memory_info().rss for one in [parent, *parent.children(recursive=True)])
-
-
-async def soak(port: int, model: str, server: int, options: argparse.Namespace) -> dict[str, Any]:
-    """All users, then the checks."""
-    ends: Counter[str] = Counter()
-    until = time.monotonic() + options.minutes * 60
-    users = [asyncio.create_task(user(port, model, options, until, ends)) for _ in range(options.streams)]
-    await asyncio.sleep(min(20.0, options.minutes * 20))  # all have begun
-    before = resident_bytes(server)
-    most = 0
-    while not all(one.done() for one in users):
-        await asyncio.sleep(1)
-        most = max(most, resident_bytes(server))
-    deadline = time.monotonic() + SETTLE_SECONDS
-    gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    while any(metric(port, name) for name in gauges) and time.monotonic() < deadline:
-        await asyncio.sleep(0.2)
-    left = {name: await asyncio.to_thread(metric, port, name) for name in gauges}
-    failures = {end: count for end, count in ends.items() if end not in ("whole", "left")}
+async def run(port: int, pid: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Load the server, then leave; what was seen."""
+    load = Load(port, options)
+    before = await asyncio.to_thread(memory_mib, pid)
+    clients = [
+        asyncio.create_task(load.client(OPENING_SECONDS * number / options.streams))
+        for number in range(options.streams)
+    ]
+    began = time.monotonic()
+    samples = []
+    while (elapsed := time.monotonic() - began) < options.seconds:
+        await asyncio.sleep(min(10.0, options.seconds - elapsed))
+        seconds = round(time.monotonic() - began)
+        samples.append({"seconds": seconds, "open": load.open, **await asyncio.to_thread(memory_mib, pid)})
+        print(json.dumps(samples[-1] | load.counts), flush=True)
+    open_at_the_end = load.open
+    for task in clients:
+        task.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+    deadline, left = time.monotonic() + 60, {"": 1.0}
+    while any(left.values()) and time.monotonic() < deadline:
+        await asyncio.sleep(1.0)
+        left = {name: await asyncio.to_thread(metric, port, name) for name in GAUGES}
+    settled = next((one for one in samples if one["seconds"] >= SETTLED_SECONDS), samples[0])
+    after = await asyncio.to_thread(memory_mib, pid)
+    growth = {name: round(samples[-1][name] - settled[name], 1) for name in before if "files" not in name}
     return {
-        "streams": options.streams,
-        "minutes": options.minutes,
-        "answers": ends["whole"],
-        "vanished": ends["left"],
-        "failures": failures,
-        "gauges_afterwards": left,
-        "growth_bytes": most - before,
-        "holds": not failures and not any(left.values()) and most - before < GROWTH_BYTES,
+        "counts": load.counts,
+        "problems": load.problems[:20],
+        "most_open": load.most_open,
+        "open_at_the_end": open_at_the_end,
+        "gauges_after": left,
+        "memory_mib": {"idle": before, "settled": settled, "last": samples[-1], "after": after},
+        "growth_mib": growth,
+        "holds": not load.counts["failed"] and not any(left.values()) and sum(growth.values()) < GROWTH_MIB,
     }
 
 
 def main() -> int:
-    """Starts a server, loads it, checks it."""
+    """Start a server, load it, and print one JSON object last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=1024)
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--vanish", type=float, default=0.05, help="share of clients that leave early")
-    parser.add_argument("--tokens", type=int, default=100, help="of one answer")
-    parser.add_argument("--tokens-per-second", type=float, default=10.0, help="of one stream, with the mock engine")
-    parser.add_argument("--engine", choices=["mock", "real"], default="mock")
+    parser.add_argument("--streams", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--vanishing", type=float, default=0.05, help="share of streams whose client vanishes")
+    parser.add_argument("--vanish-seconds", type=float, default=30.0, help="mean time until then")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(20, 200), help="shortest and longest answer")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("server", nargs="*", help="further flags of megatoken serve, after --")
     options = parser.parse_args()
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    command = [sys.executable, "-m", "megatoken", "serve", "--port", "0", "--engine", options.engine]
-    command += ["--tokens-per-second", str(options.tokens_per_second), "--access-log", "false"]
-    command += ["--max-queued", str(2 * options.streams)]
-    with tempfile.NamedTemporaryFile("r") as log:
-        server = subprocess.Popen(command, stderr=log.fileno())
-        try:
-            while not (found := re.search(r"serving (\S+) on \S+:(\d+) ", Path(log.name).read_text())):
-                if server.poll() is not None:
-                    sys.exit(Path(log.name).read_text())
-                time.sleep(0.1)
-            result = asyncio.run(soak(int(found[2]), found[1], server.pid, options))
-        finally:
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-    print(json.dumps(result, indent=1))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if result["holds"] else 1
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    with own_server(options.server) as server:
+        report = asyncio.run(run(server.port, server.process.pid, options))
+        report |= {"exit_code": server.end(), "log_end": server.log.read_text().splitlines()[-5:]}
+    print(json.dumps(report))
+    save(report, options.out)
+    return 0 if report["holds"] else 1
 
 
 if __name__ == "__main__":

@@ -11,16 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import re
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from own_server import own_server, percentiles, save
 
 STEADY, FLOOD = "steady-key", "flood-key"
 
@@ -84,11 +81,6 @@ class Load:
         return count / (time.perf_counter() - began)
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
-    """Of seconds."""
-    return {f"p{percent}": round(float(np.percentile(values, percent)), 5) for percent in (50, 90, 99)}
-
-
 async def run(port: int, options: argparse.Namespace) -> dict[str, Any]:
     """Alone and next to the flood."""
     load = Load(port, options)
@@ -129,22 +121,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("server", nargs="*", help="further flags of megatoken serve, after --")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "megatoken", "serve", "--port", "0", "--access-log", "false", *options.server]
-    keys = {"MEGATOKEN_API_KEY": f"{STEADY},{FLOOD}"}
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | keys)
-    try:
-        assert server.stderr is not None
-        line = server.stderr.readline()
-        found = re.search(r"serving \S+ on \S+:(\d+) ", line) or sys.exit(line)
-        threading.Thread(target=server.stderr.read, daemon=True).start()
-        report = asyncio.run(run(int(found[1]), options))
-    finally:
-        server.kill()
-        server.wait()
-    report = {"command": sys.argv, "cores": os.cpu_count(), **report}
+    with own_server(options.server, {"MEGATOKEN_API_KEY": f"{STEADY},{FLOOD}"}) as server:
+        report = asyncio.run(run(server.port, options))
     print(json.dumps(report))
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    save(report, options.out)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gpu_measuring import (
-    PowerSampler,
-    bf16_teraflops,
-    copy_gigabytes_per_second,
-    gemm_bound_teraflops,
-    operations_per_row,
-    report,
-    require_gpu,
-    timing_event,
-    write_report,
-)
+from gpu_measuring import bf16_teraflops, gemm_bound_teraflops, operations_per_row, report, require_gpu, write_report
 from gpu_trace import traced
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine import Engine, EngineConfig, Request
@@ -43,6 +33,8 @@ from megatoken.engine.runner import ModelRunner
 from megatoken.engine.runner_protocol import LaunchedStep
 from megatoken.engine.scheduler import StepPlan
 from megatoken.errors import CapacityError, MegatokenError
+from megatoken.hardware.power import PowerSampler
+from megatoken.hardware.qualify.gpu_timing import copy_gigabytes_per_second, device_uuid, timing_event
 from step_anatomy import Ceilings, PartOfStep, anatomy, costliest, split_steps
 
 NOTE = "unofficial: engine steps without LoadGen, random weights, forced output lengths"
@@ -232,7 +224,7 @@ def measure(options: Options) -> dict[str, Any]:
     model, memory = engine.model_config, engine.memory_plan
     print(f"{options.shape} {options.precision} ready after {load_seconds:.1f} s", flush=True)
     load = Load(engine, endless_requests(options.lengths, model.vocabulary_size, memory.max_length))
-    with PowerSampler() as power:
+    with PowerSampler(device_uuid()) as power:
         begin = time.monotonic()
         bound = gemm_bound_teraflops(engine, memory.max_batched_tokens, options.bound_seconds)
         bound_power = power.between(begin, time.monotonic())

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import gemm
 from gpu_trace import Kernel
 from megatoken.engine.config import SHAPES
+from megatoken.hardware.qualify import gpu_products, gpu_timing
+from megatoken.hardware.qualify.shapes import Product, products_of
 
 
 def burst(product: str, rows: int, microseconds: float) -> gemm.Burst:
@@ -19,12 +21,12 @@ def burst(product: str, rows: int, microseconds: float) -> gemm.Burst:
 @pytest.mark.parametrize("shape", ["llama2-70b", "llama3.1-8b", "1.1b"])
 def test_products_are_all_linears_of_a_layer(shape: str) -> None:
     model = SHAPES[shape]
-    parameters = sum(product.operations(1) // 2 for product in gemm.products_of(model))
+    parameters = sum(product.operations(1) // 2 for product in products_of(model))
     assert parameters * model.layers == model.linear_parameters
 
 
 def test_bound_is_memory_for_few_rows_and_arithmetic_for_many() -> None:
-    gate_up = gemm.products_of(SHAPES["llama2-70b"])[2]
+    gate_up = products_of(SHAPES["llama2-70b"])[2]
     assert (gate_up.outputs, gate_up.inputs) == (57_344, 8192)
     few = gemm.bound_microseconds(gate_up, 16, 1, 1979.0, 4270.0)
     assert few == pytest.approx((57_344 * 8192 + 16 * 8192 + 2 * 16 * 57_344) / 4270e3)
@@ -35,7 +37,7 @@ def test_bound_is_memory_for_few_rows_and_arithmetic_for_many() -> None:
 
 @given(st.floats(100, 1900), st.sampled_from([64, 1536, 8192]))
 def test_weighted_rate_of_equal_rates_is_that_rate(teraflops: float, rows: int) -> None:
-    products = gemm.products_of(SHAPES["llama2-70b"])
+    products = products_of(SHAPES["llama2-70b"])
     results = [burst(one.name, rows, one.operations(rows) / teraflops / 1e6) for one in products]
     assert gemm.weighted_teraflops(results, products) == pytest.approx(teraflops)
 
@@ -59,11 +61,11 @@ def test_kernels_are_told_apart_by_the_fill_between_calls(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("scaling", gemm.SCALINGS)
 def test_calls_compute_products_with_a_spread_of_one(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gemm, gemm.sys.modules["gpu_measuring"]):
+    for module in (gpu_products, gpu_timing):
         monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
     torch.manual_seed(0)
-    products = [gemm.Product("up", 96, 64), gemm.Product("down", 64, 96)]
-    weights = gemm.Weights(scaling, products, layers=2)
+    products = [Product("up", 96, 64), Product("down", 64, 96)]
+    weights = gpu_products.Weights(scaling, products, layers=2)
     call = weights.call(1, 128)
     first, second = (call(layer).float() for layer in (0, 1))
     assert first.shape == (128, 64)

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_measuring import Reading, mean_power, require_gpu
+from gpu_measuring import require_gpu
 from megatoken.errors import CapacityError
+from megatoken.hardware.power import Reading, mean_power
 from megatoken.hardware.telemetry import Telemetry
 
 

@@ -13,10 +13,12 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import attention
+import experts
 import fused
-import gpu_measuring
+from megatoken.engine.config import ExpertsConfig
 from megatoken.engine.ops.paged_attention import DecodeConfig
 from megatoken.engine.ops.prompt_attention import ChunkConfig
+from megatoken.hardware.qualify import gpu_timing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmarks themselves run on a GPU")
 CPU = torch.device("cpu")
@@ -32,9 +34,9 @@ def once(launch: Callable[[int], Any], sets: int, launches: int = 16) -> float:
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gpu_measuring, attention, fused):
+    for module in (gpu_timing, attention, experts, fused):
         monkeypatch.setattr(module, "DEVICE", CPU)
-    for module in (attention, fused):
+    for module in (attention, experts, fused):
         monkeypatch.setattr(module, "graph_microseconds", once)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     torch.manual_seed(0)
@@ -122,3 +124,19 @@ def test_copy_clock_moves_as_many_bytes_as_asked_and_knows_them_again(monkeypatc
     assert clock.microseconds(3000) == clock.known[384]
     clock.microseconds(10**9)
     assert list(clock.known) == [384, 4096]
+
+
+@pytest.mark.parametrize("precision", experts.PRECISIONS)
+def test_both_products_of_experts_are_timed(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "peak_teraflops", lambda _: 1979.0)
+    monkeypatch.setattr(experts, "PAUSE_SECONDS", 0.0)
+    shape = experts.Shape("small", 64, ExpertsConfig(4, 2, 32, normalized=True, layers=(0,)))
+    layers = experts.weights_of(shape, precision)
+    gate_up, down = experts.bursts(shape, precision, layers, 6, 4000.0, tune=False)
+    assert (gate_up.product, down.product) == ("gate_up", "down")
+    assert 6 <= gate_up.largest_expert_rows <= 12
+    operations = {"gate_up": 2 * 24 * 64 * 64, "down": 2 * 24 * 64 * 32}
+    for burst in (gate_up, down):
+        assert burst.chosen
+        assert burst.teraflops == pytest.approx(operations[burst.product] / burst.microseconds / 1e6)
+        assert 0 < burst.bound_share < 1

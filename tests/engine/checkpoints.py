@@ -12,6 +12,14 @@ import transformers
 from transformers import PreTrainedModel
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+MIXTURES = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        **{"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    },
+}
+"""Small mixtures of experts, the second with a dense layer."""
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -50,7 +58,7 @@ def make_checkpoint(
         elif name.endswith("embed_tokens.weight"):
             torch.nn.init.normal_(parameter, 0.0, 1.0)
         else:
-            torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(parameter.shape[1]))
+            torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(parameter.shape[-1]))
     model.to(stored)
     sizes = [tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()]
     model.save_pretrained(directory, max_shard_size=shard_bytes(sizes, shards))

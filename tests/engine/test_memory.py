@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import psutil
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, make_checkpoint
+from checkpoints import ARCHITECTURES, MIXTURES, make_checkpoint
 from hypothesis import given, settings
 
 from megatoken.engine import Engine, EngineConfig, Request
@@ -122,18 +122,24 @@ def test_peak_memory_of_64_requests(model: str, precision: str) -> None:
 
 def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
     """Every architecture, tied and untied, with and without biases, whole and of one of two ranks."""
-    kinds = [(architecture, tied) for architecture in ARCHITECTURES for tied in (False, True)]
+    kinds = [(architecture, tied) for architecture in (*ARCHITECTURES, *MIXTURES) for tied in (False, True)]
     for number, (architecture, tied) in enumerate(kinds):
         biases = {"attention_bias": True, "mlp_bias": True} if architecture == "Llama" and tied else {}
         directory = tmp_path / str(number)
-        make_checkpoint(directory, architecture, tie_word_embeddings=tied, vocab_size=302, **biases)
+        changes = biases | MIXTURES.get(architecture, {})
+        make_checkpoint(directory, architecture, tie_word_embeddings=tied, vocab_size=302, **changes)
         source = open_model(directory)
         of_a_rank = RankWeights(source, 1, 2)
         for held, precision in product((source, of_a_rank), ("fp32", "bf16", "fp8")):
             weights = load_weights(held, cpu, find_scheme(precision), 16, torch.device("cpu"))
             tensors = [weights.embedding_VD, weights.norm_D, weights.head.packed]
             for layer in weights.layers:
-                linears = [layer.qkv, layer.output, *layer.gate_up, layer.down]
+                linears = [layer.qkv, layer.output]
+                if layer.experts is None:
+                    linears += [*layer.gate_up, layer.down]
+                else:
+                    linears += [linear for gate_up, down in layer.experts.each for linear in (*gate_up, down)]
+                    tensors.append(layer.experts.router_XD)
                 tensors += [linear.packed for linear in linears]
                 tensors += [linear.bias for linear in linears if linear.bias is not None]
                 tensors += [layer.input_norm_D, layer.post_norm_D]

@@ -24,7 +24,6 @@ from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES
 from megatoken.engine.device import plan_memory
 from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers
-from megatoken.engine.quantized_checkpoint import linear_shapes
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
 
 CPU = torch.device("cpu")
@@ -142,7 +141,7 @@ def test_fp8_linears_are_cut_with_the_scales_of_their_rows(layout: str, tmp_path
     quantize(directory, LAYOUTS[layout], num_attention_heads=8, num_key_value_heads=4)
     source = open_model(directory)
     shares = [RankWeights(source, rank, 2).quantized for rank in range(2)]
-    for name in linear_shapes(source.config):
+    for name in source.config.linear_shapes:
         whole, parts = source.quantized.read(name, CPU), [share.read(name, CPU) for share in shares]
         values = [part.values_ND.float() * part.scale_N1 for part in parts]
         by_columns = "o_proj" in name or "down_proj" in name

@@ -39,10 +39,11 @@ class Muon:
 
 
 def orthogonal(matrices_LND: Tensor) -> Tensor:
-    """The same shape in bf16: the singular vectors as they are, every singular value about 1."""
+    """The same shape, on a GPU in bf16: the singular vectors as they are, every singular value about 1."""
     wide = matrices_LND.shape[-2] <= matrices_LND.shape[-1]
     x = matrices_LND.float() if wide else matrices_LND.float().mT
-    x = (x / (x.square().sum((-2, -1), keepdim=True).sqrt() + 1e-7)).bfloat16()
+    x = x / (x.square().sum((-2, -1), keepdim=True).sqrt() + 1e-7)
+    x = x.bfloat16() if x.is_cuda else x  # a processor may multiply bf16 ten times as slowly as fp32
     linear, cubic, quintic = _COEFFICIENTS
     for _ in range(_ROUNDS):
         gram = x @ x.mT

@@ -19,8 +19,10 @@ from megatoken.cli import (
     audit,
     compare,
     dataset,
+    doctor,
     generate,
     plan,
+    qualify,
     report,
     run,
     serve,
@@ -58,6 +60,8 @@ app.command(cls=soak.SoakCommand)(soak.soak)
 app.command(cls=sweep.SweepCommand)(sweep.sweep)
 app.command(cls=generate.GenerateCommand)(generate.generate)
 app.command(cls=serve.ServeCommand)(serve.serve)
+app.command(cls=Command)(qualify.qualify)
+app.command(cls=Command)(doctor.doctor)
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(compare.aggregate)
 app.command(cls=Command)(compare.compare)

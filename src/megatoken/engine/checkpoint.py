@@ -111,7 +111,8 @@ class RandomWeights:
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self.config = config
         self.quantized: Fp8Tensors | None = None
-        self.content_hash = hashlib.sha256(f"random {seed} {replace(config, name='')}".encode()).hexdigest()
+        experts = "" if config.experts is None else f" {config.experts}"
+        self.content_hash = hashlib.sha256(f"random {seed} {replace(config, name='')}{experts}".encode()).hexdigest()
         self._seed = seed
         self._shapes = config.tensor_shapes()
 

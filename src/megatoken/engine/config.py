@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import Literal
 
+from megatoken.engine.json_keys import LARGEST_INTEGER, Keys, is_integer
 from megatoken.errors import CapacityError, CheckpointError
 
 Precision = Literal["fp32", "bf16", "fp8", "fp4"]
@@ -16,11 +16,18 @@ Precision = Literal["fp32", "bf16", "fp8", "fp4"]
 Fp8Scales = Literal["tensor", "row"]
 """What shares one scale in fp8: a whole weight and all inputs of a linear, or each row of the weight and each token."""
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen3MoeForCausalLM"),
+)
+LINEAR_SUFFIXES = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+"""How the names of the layers' linears end, those of experts included; a router is not one of them."""
 
-_LARGEST_INTEGER = 2**31 - 1  # positions, token ids and tensor sides live in int32 on the device
 _LARGEST_LAYERS = 10_000
-_DEFAULT_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+_DEFAULT_KV_HEADS = {
+    **{"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32},
+    **{"MixtralForCausalLM": 8, "Qwen3MoeForCausalLM": 4},
+}
 _DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 
 
@@ -34,6 +41,37 @@ class RopeConfig:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_max_positions: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Mixtures of experts: layers whose feed-forward network is one of ``count`` for each of a token's choices.
+
+    Attributes:
+        count: experts of a layer.
+        active: experts that compute each token.
+        intermediate_size: of one expert.
+        normalized: the weights of a token's choices are divided by their sum.
+        layers: numbers of the layers that have experts; the others are dense.
+        module: name of a layer's mixture in Hugging Face's files.
+        parts: names of an expert's gate, up and down projection there.
+    """
+
+    count: int
+    active: int
+    intermediate_size: int
+    normalized: bool
+    layers: tuple[int, ...]
+    module: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def names(self, layer: int, expert: int) -> list[str]:
+        """The linears of one expert: gate, up and down."""
+        return [f"model.layers.{layer}.{self.module}.experts.{expert}.{part}" for part in self.parts]
+
+    def router(self, layer: int) -> str:
+        """The linear that scores a layer's experts."""
+        return f"model.layers.{layer}.{self.module}.gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +99,7 @@ class ModelConfig:
     sliding_window: int | None = field(default=None, repr=False)
     # Ranks that share embedding and head: each has columns of the embedding and rows of the head, see ``sharded``.
     vocabulary_ranks: int = field(default=1, repr=False)
+    experts: ExpertsConfig | None = field(default=None, repr=False)
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, object], source: Path) -> ModelConfig:
@@ -97,21 +136,22 @@ class ModelConfig:
             raise keys.refuse("head_dim", f"rotary positions need an even head size, not {head_dim}")
 
         max_positions, vocabulary_size = keys.integer("max_position_embeddings"), keys.integer("vocab_size")
-        llama, qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
+        llama, qwen3 = architecture == "LlamaForCausalLM", architecture.startswith("Qwen3")
         window = _attention_window(keys, architecture)
+        layers = keys.integer("num_hidden_layers", largest=_LARGEST_LAYERS)
         attention_bias = (llama or qwen3) and keys.boolean("attention_bias")
         return cls(
             name=_name(source.parent.resolve()),
             hidden_size=hidden_size,
             intermediate_size=keys.integer("intermediate_size"),
-            layers=keys.integer("num_hidden_layers", largest=_LARGEST_LAYERS),
+            layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocabulary_size=vocabulary_size,
             max_positions=min(max_positions, window),
-            rms_norm_epsilon=keys.number("rms_norm_eps", 1e-6),
-            rope=_rope(keys, max_positions),
+            rms_norm_epsilon=keys.number("rms_norm_eps", 1e-5 if architecture == "MixtralForCausalLM" else 1e-6),
+            rope=_rope(keys, max_positions, 1e6 if architecture == "MixtralForCausalLM" else 1e4),
             tied_embeddings=keys.boolean("tie_word_embeddings"),
             qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
             output_bias=attention_bias,
@@ -119,6 +159,7 @@ class ModelConfig:
             qk_norm=qwen3,
             end_token_ids=end_token_ids(values, source, vocabulary_size),
             sliding_window=window if window < max_positions else None,
+            experts=_experts(keys, architecture, layers),
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -128,28 +169,41 @@ class ModelConfig:
         """
         hidden, ffn = self.hidden_size, self.intermediate_size
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        linears = {
+        attention = {
             "self_attn.q_proj": (queries, hidden, self.qkv_bias),
             "self_attn.k_proj": (keys, hidden, self.qkv_bias),
             "self_attn.v_proj": (keys, hidden, self.qkv_bias),
             "self_attn.o_proj": (hidden, queries, self.output_bias),
+        }
+        dense = {
             "mlp.gate_proj": (ffn, hidden, self.mlp_bias),
             "mlp.up_proj": (ffn, hidden, self.mlp_bias),
             "mlp.down_proj": (hidden, ffn, self.mlp_bias),
         }
-        layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-        for name, (rows, columns, bias) in linears.items():
-            layer[f"{name}.weight"] = (rows, columns)
-            if bias:
-                layer[f"{name}.bias"] = (rows,)
-        if self.qk_norm:
-            layer |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
-        layer["post_attention_layernorm.weight"] = (hidden,)
+
+        def layer(number: int) -> dict[str, tuple[int, ...]]:
+            experts = self.experts if self.experts is not None and number in self.experts.layers else None
+            shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+            for name, (rows, columns, bias) in (attention if experts else attention | dense).items():
+                shapes[f"{name}.weight"] = (rows, columns)
+                if bias:
+                    shapes[f"{name}.bias"] = (rows,)
+            if self.qk_norm:
+                shapes |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
+            shapes["post_attention_layernorm.weight"] = (hidden,)
+            shapes = {f"model.layers.{number}.{name}": shape for name, shape in shapes.items()}
+            if experts:
+                width = experts.intermediate_size
+                shapes[f"{experts.router(number)}.weight"] = (experts.count, hidden)
+                for expert in range(experts.count):
+                    names = [f"{name}.weight" for name in experts.names(number, expert)]
+                    shapes |= dict(zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True))
+            return shapes
 
         vocabulary, ranks = self.vocabulary_size, self.vocabulary_ranks
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden // ranks)}
-        for index in range(self.layers):
-            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        for number in range(self.layers):
+            shapes |= layer(number)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tied_embeddings:
             shapes["lm_head.weight"] = (vocabulary // ranks, hidden)
@@ -161,14 +215,37 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     @property
+    def active_parameters(self) -> int:
+        """Weights that compute a token, embeddings included: ``parameters`` without the experts it does not choose."""
+        return self.parameters - self.linear_parameters + self.active_linear_parameters
+
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of ``tensor_shapes`` that are matrices inside the layers, other than routers."""
+        return {name: shape for name, shape in self.tensor_shapes().items() if name.endswith(LINEAR_SUFFIXES)}
+
+    @property
     def linear_outputs(self) -> int:
         """Rows of the matrices inside the layers."""
-        return sum(shape[0] for name, shape in self.tensor_shapes().items() if name.endswith("proj.weight"))
+        return sum(shape[0] for shape in self.linear_shapes.values())
 
     @property
     def linear_parameters(self) -> int:
-        """Weights of the matrices inside the layers, which every token is multiplied by."""
-        return sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if name.endswith("proj.weight"))
+        """Weights of the matrices inside the layers."""
+        return sum(math.prod(shape) for shape in self.linear_shapes.values())
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert."""
+        return 0 if self.experts is None else 3 * self.hidden_size * self.experts.intermediate_size
+
+    @property
+    def active_linear_parameters(self) -> int:
+        """Weights of the matrices inside the layers that a token is multiplied by."""
+        if self.experts is None:
+            return self.linear_parameters
+        idle = (self.experts.count - self.experts.active) * len(self.experts.layers)
+        return self.linear_parameters - idle * self.expert_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +297,44 @@ SHAPES: dict[str, ModelConfig] = {
         _llama31("llama3.1-8b", 4096, 14_336, 32, 32),
         ModelConfig("llama2-70b", 8192, 28_672, 80, 64, 8, 128, 32_000, 4096, end_token_ids=(2,)),
         _llama31("llama3.1-405b", 16_384, 53_248, 126, 128),
+        ModelConfig(
+            "qwen3-30b-a3b",
+            2048,
+            6144,
+            48,
+            32,
+            4,
+            128,
+            151_936,
+            40_960,
+            rms_norm_epsilon=1e-6,
+            rope=RopeConfig(theta=1e6),
+            qk_norm=True,
+            end_token_ids=(151_645, 151_643),
+            experts=ExpertsConfig(128, 8, 768, normalized=True, layers=tuple(range(48))),
+        ),
+        ModelConfig(
+            "mixtral-8x7b",
+            4096,
+            14_336,
+            32,
+            32,
+            8,
+            128,
+            32_000,
+            32_768,
+            rope=RopeConfig(theta=1e6),
+            end_token_ids=(2,),
+            experts=ExpertsConfig(
+                8,
+                2,
+                14_336,
+                normalized=True,
+                layers=tuple(range(32)),
+                module="block_sparse_moe",
+                parts=("w1", "w3", "w2"),
+            ),
+        ),
     )
 }
 
@@ -244,12 +359,15 @@ def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
     Raises:
         CapacityError: heads or features cannot be shared evenly.
     """
-    for name in ("heads", "kv_heads", "intermediate_size"):
-        count = getattr(model, name)
+    experts = model.experts
+    shared = {name: getattr(model, name) for name in ("heads", "kv_heads", "intermediate_size")}
+    if experts is not None:
+        shared["intermediate_size of an expert"] = experts.intermediate_size
+    for name, count in shared.items():
         if count % ranks:
             raise CapacityError(
                 f"tensor_parallel {ranks} does not divide the {count:,} {name} of {model.name}; "
-                f"take a divisor of {math.gcd(model.heads, model.kv_heads, model.intermediate_size)}"
+                f"take a divisor of {math.gcd(*shared.values())}"
             )
     vocabulary_ranks = 1 if model.vocabulary_size % ranks or model.hidden_size % ranks else ranks
     return replace(
@@ -259,6 +377,7 @@ def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
         intermediate_size=model.intermediate_size // ranks,
         vocabulary_ranks=vocabulary_ranks,
         tied_embeddings=model.tied_embeddings and vocabulary_ranks == 1,
+        experts=None if experts is None else replace(experts, intermediate_size=experts.intermediate_size // ranks),
     )
 
 
@@ -277,7 +396,7 @@ def _name(folder: Path) -> str:
 
 
 def end_token_ids(
-    values: Mapping[str, object], source: Path, vocabulary_size: int = _LARGEST_INTEGER
+    values: Mapping[str, object], source: Path, vocabulary_size: int = LARGEST_INTEGER
 ) -> tuple[int, ...]:
     """``eos_token_id`` of a ``config.json`` or ``generation_config.json``: absent, one id or a list of ids.
 
@@ -289,7 +408,7 @@ def end_token_ids(
     if ids is None:
         return ()
     each = ids if isinstance(ids, list) else [ids]
-    found = tuple(item for item in each if _is_integer(item, 0, _LARGEST_INTEGER))
+    found = tuple(item for item in each if is_integer(item, 0, LARGEST_INTEGER))
     if len(found) != len(each):
         raise keys.refuse("eos_token_id", "expected a token id or a list of them")
     if max(found, default=0) >= vocabulary_size:
@@ -307,18 +426,42 @@ def _architecture(keys: Keys) -> str:
     raise keys.refuse("architectures", f"supported are {', '.join(ARCHITECTURES)}")
 
 
+def _experts(keys: Keys, architecture: str, layers: int) -> ExpertsConfig | None:
+    """The mixtures of experts; None if every layer is dense."""
+    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        return None
+    mixtral = architecture == "MixtralForCausalLM"
+    default_count, default_active = (8, 2) if mixtral else (128, 8)
+    count = keys.integer("num_local_experts", keys.integer("num_experts", default_count))
+    active = keys.integer("num_experts_per_tok", default_active)
+    if active > count:
+        raise keys.refuse("num_experts_per_tok", f"the model has {count} experts")
+    if mixtral:
+        width = keys.integer("intermediate_size")
+        return ExpertsConfig(count, active, width, True, tuple(range(layers)), "block_sparse_moe", ("w1", "w3", "w2"))
+    dense = keys.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(is_integer(number, 0, layers - 1) for number in dense):
+        raise keys.refuse("mlp_only_layers", f"expected a list of layers, 0 to {layers - 1}")
+    step = keys.integer("decoder_sparse_step", 1)
+    sparse = tuple(number for number in range(step - 1, layers, step) if number not in dense)
+    if not sparse:
+        return None
+    width = keys.integer("moe_intermediate_size", 768)
+    return ExpertsConfig(count, active, width, keys.boolean("norm_topk_prob"), sparse)
+
+
 def _attention_window(keys: Keys, architecture: str) -> int:
     """Positions up to which the model's attention is full attention."""
     if architecture == "LlamaForCausalLM" or (
         architecture.startswith("Qwen") and not keys.boolean("use_sliding_window")
     ):
-        return _LARGEST_INTEGER
-    if keys.get("sliding_window", 4096) is None:
-        return _LARGEST_INTEGER
+        return LARGEST_INTEGER
+    if keys.get("sliding_window", None if architecture == "MixtralForCausalLM" else 4096) is None:
+        return LARGEST_INTEGER
     return keys.integer("sliding_window", 4096)
 
 
-def _rope(keys: Keys, max_positions: int) -> RopeConfig:
+def _rope(keys: Keys, max_positions: int, default_theta: float) -> RopeConfig:
     """Rotary settings. As in transformers, keys of the scaling section win over those at the top level, but for
     ``original_max_position_embeddings``.
     """
@@ -328,7 +471,7 @@ def _rope(keys: Keys, max_positions: int) -> RopeConfig:
         raise keys.refuse(name, "layers with rotary settings of their own are not supported")
     if rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0)) != 1.0:
         raise keys.refuse(name, "only rotation of the whole head is supported (partial_rotary_factor 1)")
-    theta = rope.number("rope_theta", keys.number("rope_theta", 10_000.0))
+    theta = rope.number("rope_theta", keys.number("rope_theta", default_theta))
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return RopeConfig(theta=theta)
@@ -348,69 +491,3 @@ def _rope(keys: Keys, max_positions: int) -> RopeConfig:
                 original_max_positions=keys.integer("original_max_position_embeddings", original),
             )
     raise keys.refuse(name, "supported rope types are default, linear and llama3")
-
-
-def _is_integer(value: object, smallest: int, largest: int) -> TypeGuard[int]:
-    return type(value) is int and smallest <= value <= largest  # JSON's true and false are int to isinstance
-
-
-class Keys:
-    """Typed access to one JSON object. A key that is null counts as absent; a refusal names file, key and value."""
-
-    def __init__(self, values: Mapping[str, object], source: Path, prefix: str = "") -> None:
-        self._values = values
-        self._source = source
-        self._prefix = prefix
-
-    def refuse(self, key: str, problem: str) -> CheckpointError:
-        """The error to raise over a key."""
-        state = f"is {reprlib.repr(self._values[key])}" if key in self._values else "is missing"
-        return CheckpointError(f"{self._source}: {self._prefix}{key} {state}; {problem}")
-
-    def get(self, key: str, default: object = None) -> object:
-        """The value, null included."""
-        return self._values.get(key, default)
-
-    def absent(self, key: str) -> bool:
-        """Whether the key is missing, rather than null."""
-        return key not in self._values
-
-    def has_sections(self) -> bool:
-        """Whether any value is an object."""
-        return any(isinstance(value, dict) for value in self._values.values())
-
-    def section(self, key: str) -> Keys:
-        """An object inside; empty if absent."""
-        value = self.get(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
-            raise self.refuse(key, "expected an object")
-        return Keys(value, self._source, f"{self._prefix}{key}.")
-
-    def boolean(self, key: str) -> bool:
-        """True or false; false if absent."""
-        value = self.get(key)
-        if value is None:
-            return False
-        if not isinstance(value, bool):
-            raise self.refuse(key, "expected true or false")
-        return value
-
-    def integer(self, key: str, default: int | None = None, *, largest: int = _LARGEST_INTEGER) -> int:
-        """At least 1; required without a default."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if not _is_integer(value, 1, largest):
-            raise self.refuse(key, f"expected an integer from 1 to {largest}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Above 0; required without a default."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:  # also refuses NaN
-            raise self.refuse(key, "expected a positive number")
-        return float(value)

@@ -8,7 +8,8 @@ steps (``h200-gemm.json``, ``h200-attention.json`` and ``h200-*-steps*.json`` in
 A step's time is the sum of its parts:
 
 - products of the layers: operations at a share of the data sheet that falls with the clock, but at least the time to
-  read the weights;
+  read the weights; of experts, the weights of those that the tokens choose, if all are equally likely, and operations
+  at the rate of dense products, which is an upper bound;
 - attention: for decodes the bytes of cached keys and values, for prompts operations;
 - elementwise work: bytes;
 - the head, for tokens that sample; gaps between launches; sums and gathers over the ranks of tensor parallelism.
@@ -142,13 +143,31 @@ class CostModel:
         queries, keys = m.heads * m.head_dim, m.kv_heads * m.head_dim
         item, cache_item = scheme.weight_bytes, scheme.cache_item_bytes("cuda")
         # In the last layer, only tokens that sample go through the products after qkv.
-        others = [(queries, D), (D, 2 * F), (F, D)]
-        in_every_token = [(D, queries + 2 * keys, L), *((depth, width, L - 1) for depth, width in others)]
-        in_samples = [(depth, width, 1) for depth, width in others]
+        experts = m.experts
+        sparse_layers, last_sparse, choices, expert_width = 0, 0, 0, 0
+        self._experts_bytes, self._idle_share = 0.0, 1.0
+        if experts is not None:
+            sparse_layers, last_sparse = len(experts.layers), int(L - 1 in experts.layers)
+            choices, expert_width = experts.active, experts.intermediate_size
+            self._experts_bytes = sparse_layers * experts.count * m.expert_parameters * item
+            self._idle_share = 1 - choices / experts.count
+        dense, sparse = [(D, 2 * F), (F, D)], [(D, 2 * expert_width), (expert_width, D)]
+
+        def feed_forward(dense_layers: int, sparse_layers: int) -> list[tuple[int, int, int]]:
+            products = [(depth, width, dense_layers) for depth, width in dense]
+            return products + [(depth, width, sparse_layers * choices) for depth, width in sparse]
+
+        last_dense, dense_layers = 1 - last_sparse, L - sparse_layers
+        in_every_token = [
+            (D, queries + 2 * keys, L),
+            (queries, D, L - 1),
+            *feed_forward(dense_layers - last_dense, sparse_layers - last_sparse),
+        ]
+        in_samples = [(queries, D, 1), *feed_forward(last_dense, last_sparse)]
         rate, head_rate, self.basis = _product_rates(gpu, scheme)
         self._token, self._sample = _Products(in_every_token, rate, item), _Products(in_samples, rate, item)
         self._weights_bytes = m.linear_parameters * item
-        self._weights_seconds = self._weights_bytes / (WEIGHTS_SHARE * gpu.memory_bytes_per_second)
+        self._weights_rate = WEIGHTS_SHARE * gpu.memory_bytes_per_second
 
         bandwidth = gpu.memory_bytes_per_second
         self._cached_token_bytes = 2.0 * L * keys * cache_item
@@ -163,9 +182,14 @@ class CostModel:
         )
         # With several ranks the norms are fused into the sums.
         norms, activation = 2 * L * D * (6 + item) if ranks == 1 else 0, F * (4 + item)
+        # Of a choice also its output, written and read; of a token its input once more.
+        expert_activation = choices * (expert_width * (4 + item) + 4.0 * D) + D * (2 + item)
         rotation = L * (2.0 * (queries + 2 * keys) + 2 * queries + 2 * keys * cache_item)
-        self._token_bytes = norms + (L - 1) * activation + rotation
-        self._sample_bytes = activation + 8 * D
+        self._token_bytes = norms + (dense_layers - last_dense) * activation + rotation
+        self._sample_bytes = last_dense * activation + 8 * D
+        if experts is not None:
+            self._token_bytes += (sparse_layers - last_sparse) * expert_activation
+            self._sample_bytes += last_sparse * expert_activation
         self._elementwise_rate = ELEMENTWISE_SHARE * bandwidth
         head_depth, head_width = D + DEPTH_OVERHEAD, V // m.vocabulary_ranks
         self._head_operations, self._head_seconds = 2.0 * D * head_width, 2.0 * head_depth * head_width / head_rate
@@ -238,10 +262,12 @@ class CostModel:
         stack = sequences * self._seconds_per_sequence
         head_seconds = samples * self._head_seconds
 
+        weights_bytes = self._weights_bytes - self._experts_bytes * math.pow(self._idle_share, tokens)
+        weights_seconds = weights_bytes / self._weights_rate
         clock, watts = 1.0, math.nan  # the clock as a share of the highest
         if self._limit_watts is not None:
             moved = (
-                self._weights_bytes
+                weights_bytes
                 + tokens * self._token.bytes
                 + samples * self._sample.bytes
                 + decode_bytes
@@ -255,8 +281,10 @@ class CostModel:
             )
             fixed = decode_seconds + elementwise + gaps + transfers + stack
             by_clock = chunk_seconds + tail_seconds
-            clock = self._clock(product_seconds, by_clock, head_seconds, fixed, energy_of_bytes, at_full_clock)
-        products = self._products(product_seconds / clock)
+            clock = self._clock(
+                product_seconds, weights_seconds, by_clock, head_seconds, fixed, energy_of_bytes, at_full_clock
+            )
+        products = _either(product_seconds / clock, weights_seconds)
         head = max(head_seconds / clock, self._head_bytes_seconds) if samples else 0.0
         decode_attention, chunk_attention = decode_seconds + tail_seconds / clock, chunk_seconds / clock
         seconds = products + decode_attention + chunk_attention + elementwise + head + gaps + transfers + stack
@@ -276,14 +304,15 @@ class CostModel:
             watts,
         )
 
-    def _products(self, seconds: float) -> float:
-        longer, shorter = seconds, self._weights_seconds
-        if longer < shorter:
-            longer, shorter = shorter, longer
-        return longer * math.pow(1 + math.pow(shorter / longer, WEIGHTS_EXPONENT), 1 / WEIGHTS_EXPONENT)
-
     def _clock(
-        self, products: float, by_clock: float, head: float, fixed: float, energy_of_bytes: float, at_full_clock: float
+        self,
+        products: float,
+        weights: float,
+        by_clock: float,
+        head: float,
+        fixed: float,
+        energy_of_bytes: float,
+        at_full_clock: float,
     ) -> float:
         """The highest clock, as a share, at which the step stays within the power limit, by Newton's method.
 
@@ -295,13 +324,19 @@ class CostModel:
         clock = FITTED_CLOCK_MHZ / HIGHEST_CLOCK_MHZ
         for _ in range(2):
             slowed = products / clock
-            in_products, others = self._products(slowed), (by_clock + head) / clock
+            in_products, others = _either(slowed, weights), (by_clock + head) / clock
             margin = spare_watts * (in_products + others + fixed) - energy_of_bytes - at_full_clock * clock * clock
             # d/df (a^p + m^p)^(1/p) with a = c / f is -(a/g)^p g / f.
             slope = in_products * math.pow(slowed / in_products, WEIGHTS_EXPONENT) + others
             clock += margin / (spare_watts * slope / clock + 2 * at_full_clock * clock)
             clock = min(max(clock, 0.5), 1.0)
         return clock
+
+
+def _either(operations: float, weights: float) -> float:
+    """Seconds of products from those of their operations and of reading their weights."""
+    longer, shorter = max(operations, weights), min(operations, weights)
+    return longer * math.pow(1 + math.pow(shorter / longer, WEIGHTS_EXPONENT), 1 / WEIGHTS_EXPONENT)
 
 
 class _Products:

@@ -35,14 +35,17 @@ GRAPH_LAYER_BYTES = 8_000_000
 GPU_COLLECTIVES_BYTES = 2_000_000_000
 """Memory of each GPU of a group, which NCCL takes at the first sum; without it 405B on four H200 ran out of memory. The
 memory that ranks share replaces tensors of a step."""
+EXPERT_SCALE_BYTES = 4
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 LARGE_WEIGHTS_TOKENS_ON_CPU = 1024  # large weights are read from memory in every step, so fewer steps read less
+MOST_PADDING = 31  # tokens added to those of an expert on a CPU, see ``ops.cpu.padded_tokens``
 DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the tokens; the others are for prompts
 DEFAULT_PAGE_SIZE = 32
 GPU_PAGE_SIZES = (16, 32, 64, 128)
 LARGE_MODEL_PARAMETERS = 30e9
-LARGE_MODEL_TOKENS_ON_GPU = 1536  # on one GPU, where a smaller step leaves more cache; see docs/performance.md
+LARGE_MODEL_TOKENS_ON_GPU = 1536  # on one GPU, where a smaller step leaves more cache; see docs/performance.md. Not for
+# mixtures, whose experts get only a part of a step's tokens each.
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +105,18 @@ class MemoryPlan:
 def weight_bytes(model: ModelConfig, scheme: LinearScheme, device: str) -> int:
     """Bytes of the packed weights on a device, "cpu" or "cuda".
 
-    On the CPU the packed head of a tied model is a copy of its embedding, and fp8 values are held in bf16.
+    On the CPU the packed head of a tied model is a copy of its embedding, fp8 values are held in bf16, and routers in
+    fp32. On a GPU every output of an fp8 expert has a scale.
     """
-    parameters, item = model.parameters, scheme.activation_bytes
+    parameters, item, experts = model.parameters, scheme.activation_bytes, model.experts
     scales = scheme.output_scale_bytes * model.linear_outputs
     if device == "cpu":
         head_copy = model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0
-        return (parameters + head_copy) * item + scales
+        routers = 0 if experts is None else len(experts.layers) * experts.count * model.hidden_size
+        return (parameters + head_copy) * item + routers * (4 - item) + scales
+    if experts is not None and scheme.fp8_scales == "tensor":
+        outputs = 2 * experts.intermediate_size + model.hidden_size
+        scales += EXPERT_SCALE_BYTES * len(experts.layers) * experts.count * outputs
     return parameters * item - round(model.linear_parameters * (item - scheme.weight_bytes)) + scales
 
 
@@ -148,7 +156,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         max_length = min(max_length, pages * page_size)
     default_rows = DEFAULT_MAX_BATCHED_TOKENS[device]
     weights = weight_bytes(model, scheme, device)
-    if on_gpu and config.tensor_parallel == 1 and model.parameters > LARGE_MODEL_PARAMETERS:
+    if on_gpu and config.tensor_parallel == 1 and model.experts is None and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_TOKENS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:
         default_rows = LARGE_WEIGHTS_TOKENS_ON_CPU
@@ -226,7 +234,7 @@ def most_tokens(max_batched_tokens: int) -> int:
 def most_recorded_tokens(model: ModelConfig, scheme: LinearScheme) -> float:
     """Tokens of a step that takes a GPU as long as its launches take the host. ``model``: a rank's part."""
     launch_seconds = LAUNCH_SECONDS_PER_LAYER * model.layers
-    token_seconds = 2 * model.linear_parameters / scheme.product_operations_per_second
+    token_seconds = 2 * model.active_linear_parameters / scheme.product_operations_per_second
     return min(GRAPH_TOKENS[-1], launch_seconds / token_seconds)
 
 
@@ -266,6 +274,13 @@ def _cpu_step_bytes(
     sampled = min(max_sequences, max_batched_tokens)
     token = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
     token += scheme.cpu_input_bytes * (model.hidden_size + model.intermediate_size)
+    experts = 0
+    if (mixture := model.experts) is not None:
+        # Inputs, outputs and what is between them of every choice, padded for each expert; their sum in fp32.
+        hidden, width, choices = model.hidden_size, mixture.intermediate_size, mixture.active * max_batched_tokens
+        row = item * (2 * hidden + 2 * width) + scheme.cpu_input_bytes * max(hidden, width)
+        experts = (choices + MOST_PADDING * min(mixture.count, choices)) * row + choices * hidden * (item + 8)
+        experts += max_batched_tokens * (4 * hidden + 12 * mixture.count)
     logits = sampled * _logit_elements(model) * item + BLOCK_SAMPLES * model.vocabulary_size * 96
     # A later chunk of a prompt: the sequence's keys and values gathered, and the mask.
     chunk = max_length * (4 * keys * item + max_batched_tokens * 5)
@@ -274,7 +289,7 @@ def _cpu_step_bytes(
     by_sequence = sampled * -(-max_length // page_size) * sequence_page
     rotary = 2 * max_length * model.head_dim * item
     by_page = item * (2 * heads * page_size + 2 * queries + 2 * keys * page_size) + 4 * heads
-    return max_batched_tokens * token + logits + max(chunk, by_sequence) + rotary, by_page
+    return max_batched_tokens * token + max(logits, experts) + max(chunk, by_sequence) + rotary, by_page
 
 
 def _gpu_step_bytes(
@@ -291,6 +306,9 @@ def _gpu_step_bytes(
     sampled = max_sequences
     token = 2 * (4 * hidden + 2 * (queries + 2 * keys) + 2 * queries + 3 * feed_forward)
     token += scheme_of(config).gpu_input_bytes * max(feed_forward, queries, hidden)
+    if (mixture := model.experts) is not None:
+        # Of every choice gate and up, their product, the output and its place; scores, weights and e4m3 of the token.
+        token += mixture.active * (2 * (3 * mixture.intermediate_size + hidden) + 64) + 12 * mixture.count + hidden
     logits = sampled * _logit_elements(model) * 2 + BLOCK_SAMPLES * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
     indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_batched_tokens)

@@ -1,6 +1,7 @@
 """The Llama family. Everything arrives as an argument; shape letters as in ``ops``.
 
-Llama 1 to 3.3, Mistral, Qwen2 and Qwen3 differ here only in their optional tensors.
+Llama 1 to 3.3, Mistral, Qwen2 and Qwen3 differ here only in their optional tensors; Mixtral and Qwen3-MoE have mixtures
+of experts where the others have one feed-forward network.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import ModelConfig, Precision, RopeConfig
+from megatoken.engine.config import ExpertsConfig, ModelConfig, Precision, RopeConfig
 from megatoken.engine.ops import Batch, Ops, Ranks
 from megatoken.engine.process_memory import return_freed_memory
 from megatoken.engine.schemes import LinearScheme
@@ -50,7 +51,10 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; the linears are in the back end's packed form. ``cache_scales``: of fp8 keys and of values."""
+    """One decoder layer; the linears are in the back end's packed form. ``cache_scales``: of fp8 keys and of values.
+
+    A layer has ``experts``, or ``gate_up`` and ``down``; the others are None.
+    """
 
     input_norm_D: Tensor
     qkv: Any
@@ -59,6 +63,7 @@ class LayerWeights:
     post_norm_D: Tensor
     gate_up: Any
     down: Any
+    experts: Any
     cache_scales: tuple[float, float]
 
 
@@ -108,9 +113,14 @@ def load_weights(
         bias = torch.cat([tensor(f"{part}.bias") for part in parts]) if config.qkv_bias else None
         return ops.pack_linear(scheme.stack([weight(part) for part in parts]), bias, scheme)
 
+    def experts(layer: int, mixture: ExpertsConfig) -> Any:
+        each = ([weight(part) for part in mixture.names(layer, expert)] for expert in range(mixture.count))
+        return ops.pack_experts(tensor(f"{mixture.router(layer)}.weight"), each, mixture, scheme)
+
     def layer(number: int) -> LayerWeights:
         prefix = f"model.layers.{number}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        mixture = config.experts if config.experts is not None and number in config.experts.layers else None
         return LayerWeights(
             input_norm_D=tensor(f"{prefix}.input_layernorm.weight"),
             qkv=qkv(attention),
@@ -122,8 +132,11 @@ def load_weights(
             else None,
             output=linear(f"{attention}.o_proj", config.output_bias),
             post_norm_D=tensor(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=ops.pack_gated([read(f"{mlp}.{part}_proj", config.mlp_bias) for part in ("gate", "up")], scheme),
-            down=linear(f"{mlp}.down_proj", config.mlp_bias),
+            gate_up=ops.pack_gated([read(f"{mlp}.{part}_proj", config.mlp_bias) for part in ("gate", "up")], scheme)
+            if mixture is None
+            else None,
+            down=linear(f"{mlp}.down_proj", config.mlp_bias) if mixture is None else None,
+            experts=None if mixture is None else experts(number, mixture),
             cache_scales=(1.0, 1.0) if stored is None else stored.cache_scales(number),
         )
 
@@ -221,8 +234,12 @@ def hidden_states(
             a_TD = ops.sample_attention(q_SHE, layer_cache, batch, layer.output)
         else:
             return x_TD.new_empty(0, config.hidden_size)
-        x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, layer.gate_up, ranks)
-        f_TF = ops.gated(h_TD, layer.gate_up, layer.down)
-        x_TD, h_TD = ops.linear_add_norm(f_TF, layer.down, x_TD, next_norm_D, epsilon, consumer, ranks)
+        feed_forward = layer.gate_up or layer.experts
+        x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, feed_forward, ranks)
+        if layer.gate_up is not None:
+            f_TF = ops.gated(h_TD, layer.gate_up, layer.down)
+            x_TD, h_TD = ops.linear_add_norm(f_TF, layer.down, x_TD, next_norm_D, epsilon, consumer, ranks)
+        else:
+            x_TD, h_TD = ops.experts_add_norm(h_TD, layer.experts, x_TD, next_norm_D, epsilon, consumer, ranks)
     assert isinstance(h_TD, Tensor)  # the head's inputs are not quantised
     return h_TD

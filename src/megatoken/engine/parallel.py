@@ -1,6 +1,7 @@
 """Tensor parallelism inside a node: a rank for each device, each with its share of heads and feed-forward features.
 
-Query, key, value, gate and up projections are cut by rows, output and down projections by columns, and what these two
+Query, key, value, gate and up projections are cut by rows, output and down projections by columns (also those of each
+expert, so every rank computes all the experts that a token chooses, and has the routers whole), and what these two
 add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
 Where GPUs reach each other's memory over NVLink, each rank keeps and norms its own rows (``ops.fused_all_reduce``).
 Where the ranks divide hidden size and vocabulary, the embedding is cut by columns and the head by rows, and their
@@ -49,8 +50,8 @@ _c10d: Any = torch.distributed  # groups made by hand: the module's own are glob
 WORKER_MODULE = "megatoken.engine.tensor_parallel_worker"
 
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
-_CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", _HEAD)
-_CUT_BY_COLUMNS = ("o_proj", "down_proj", _EMBEDDING)
+_CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", _HEAD)
+_CUT_BY_COLUMNS = ("o_proj", "down_proj", "w2", _EMBEDDING)
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
 _ABORT_SECONDS = 10.0  # most that NCCL may take to give up

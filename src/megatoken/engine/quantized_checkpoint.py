@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatoken.engine.config import Keys, ModelConfig
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.json_keys import Keys
 from megatoken.engine.schemes.fp8 import FP8
 from megatoken.engine.tensor_files import FETCH, StoredTensor, one_line_errors, read_json
 from megatoken.errors import CheckpointError
@@ -66,7 +67,7 @@ class Fp8Layout:
         mixed = f"{file} says e4m3, and leaving some linears of the layers unquantized is not supported; {SUPPORTED}"
         one = Expected(((), (1,)), source=file)
         expected = {}
-        for name, (rows, columns) in linear_shapes(config).items():
+        for name, (rows, columns) in config.linear_shapes.items():
             expected[name] = Expected(((rows, columns),), ("F8_E4M3",), if_other_dtype=mixed)
             expected[f"{name}_scale"] = Expected(((rows,), (rows, 1)), source=file) if self.row_scales else one
             if self.input_scales:
@@ -89,7 +90,7 @@ class Fp8Tensors:
     precision = FP8.precision
 
     def __init__(self, layout: Fp8Layout, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-        weights = linear_shapes(config)
+        weights = config.linear_shapes
         scales = layout.expected(config, tensors).keys() - weights.keys()
         self._weights = {name: tensors[name] for name in weights}
         self._scales = {name: _read_scale(name, tensors[name]) for name in sorted(scales)}
@@ -131,11 +132,6 @@ class Fp8Tensors:
         scales = [self._scales[name].item() for name in self._cache_names[layer] if name in self._scales]
         k_scale, v_scale = scales or (1.0, 1.0)
         return k_scale, v_scale
-
-
-def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the layers' linears."""
-    return {name: shape for name, shape in config.tensor_shapes().items() if name.endswith("proj.weight")}
 
 
 def declared_layout(directory: Path) -> Fp8Layout | None:

@@ -428,7 +428,10 @@ class ModelRunner:
         from megatoken.engine.ops import cuda
 
         self.measured_input_scales = cuda.fix_input_scales(
-            linear for layer in self._weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            linear
+            for layer in self._weights.layers
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            if linear is not None
         )
         if self._cuda_graphs:
             from megatoken.engine.ops.step_graphs import StepGraphs

@@ -41,11 +41,7 @@ def take_inventory() -> dict[str, Any]:
         "machine": platform.machine(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "cpu": cpu(),
-        "memory": {
-            "total_bytes": psutil.virtual_memory().total,
-            "available_bytes": psutil.virtual_memory().available,
-            "limit_bytes": _limit(Path("/sys/fs/cgroup/memory.max")),
-        },
+        "memory": memory(),
         "gpus": gpus(),
         "packages": {"megatoken": __version__, **{name: _version(name) for name in PACKAGES}},
         "source": source_revision(Path(__file__).parent),
@@ -57,6 +53,15 @@ def peak_memory_bytes() -> int | None:
     """Largest resident size that this process has had; None where the kernel does not report it."""
     value = _fields(Path("/proc/self/status")).get("VmHWM")
     return int(value.split()[0]) * 1024 if value else None
+
+
+def memory() -> dict[str, Any]:
+    """Bytes of the machine, of those available, and of the container's limit."""
+    return {
+        "total_bytes": psutil.virtual_memory().total,
+        "available_bytes": psutil.virtual_memory().available,
+        "limit_bytes": _limit(Path("/sys/fs/cgroup/memory.max")),
+    }
 
 
 def cpu() -> dict[str, Any]:

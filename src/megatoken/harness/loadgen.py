@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -173,6 +174,8 @@ class LoadGenTest:
         self._messages = tempfile.TemporaryFile()
         self._sink = Connection(sink, readable=False)
         self._source = Connection(source, writable=False)
+        self._readable = select.poll()  # ``Connection.poll`` makes one at every call, which takes longer than a message
+        self._readable.register(source, select.POLLIN)
         try:
             # -P: modules of the working directory are not imported. New session: Ctrl-C does not reach the process.
             self._process = subprocess.Popen(
@@ -218,7 +221,7 @@ class LoadGenTest:
             MegatokenError: LoadGen failed.
         """
         taken: list[Issued] = []
-        while not self._ended and self._source.poll(0.0 if taken else timeout_seconds):
+        while not self._ended and self._readable.poll(0 if taken else timeout_seconds * 1000):
             message = self._receive()
             kind = message[:1]
             if kind == ISSUED:

@@ -89,6 +89,8 @@ class Prepared:
         """The same as text: the configuration as YAML, the rest as comments."""
         model, data_set = self.model, self.data_set
         parameters = f"{model.shape.parameters:,} parameters, " if model.shape else ""
+        if model.shape and model.shape.experts:
+            parameters += f"{model.shape.active_parameters:,} of them active for a token, "
         tokens_in = f"{data_set.input_tokens.mean():.1f} tokens in, " if data_set.prompts_counted else ""
         comments = [
             f"model {model.name}: {parameters}weights {model.weights or 'unknown'}",

@@ -83,18 +83,39 @@ def save_document(document: Mapping[str, Any], folder: Path) -> tuple[Path, Path
         UsageError: its kind is unknown, or another file has the name of the document or page.
         StorageError: the disk refuses.
     """
+    return write_document(document, folder / f"{document['kind']}.json")
+
+
+def write_document(document: Mapping[str, Any], saved: Path) -> tuple[Path, Path]:
+    """Put a document into the file ``saved``, whose folder is made if missing, and its page next to it.
+
+    Returns:
+        Both paths.
+
+    Raises:
+        UsageError: its kind is unknown, or another file has the name of the document or page.
+        StorageError: the disk refuses.
+    """
     view = document_view(checked(document))
-    saved = folder / f"{document['kind']}.json"
+    check_place(saved, document["kind"])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        saved.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise storage_error(folder, error) from error
-    if saved.exists():
-        _check_same_kind(saved, document["kind"])
-    _check_replaceable(saved.with_suffix(".html"))
+        raise storage_error(saved.parent, error) from error
     write_text(saved, to_json(document))
     write_text(saved.with_suffix(".html"), page(view))
     return saved, saved.with_suffix(".html")
+
+
+def check_place(saved: Path, kind: str) -> None:
+    """Refuses a file for a document, whose page goes next to it, if another file has one of these names.
+
+    Raises:
+        UsageError: a file would be overwritten that is not a document of this kind, or not a page of megatoken.
+    """
+    if saved.exists():
+        _check_same_kind(saved, kind)
+    _check_replaceable(saved.with_suffix(".html"))
 
 
 def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:

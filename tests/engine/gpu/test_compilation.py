@@ -8,22 +8,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import MIXTURES, make_checkpoint
 from gpu_kernels import ON_GPU, needs_gpu, triton
 
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.engine.config import ModelConfig
-from megatoken.engine.ops import compilation, fused, paged_attention, prompt_attention, tokens
+from megatoken.engine.config import ExpertsConfig, ModelConfig
+from megatoken.engine.ops import (
+    compilation,
+    fused,
+    grouped_product,
+    paged_attention,
+    prompt_attention,
+    routing_kernels,
+    tokens,
+)
 from megatoken.engine.schemes import find_scheme
 
 CPU = torch.device("cpu")
 LLAMA = ModelConfig("llama", 64, 96, 2, 4, 2, 16, 301, 256)
-MODELS = {"llama": LLAMA, "qwen3": replace(LLAMA, name="qwen3", qk_norm=True)}
+MODELS = {
+    "llama": LLAMA,
+    "qwen3moe": replace(LLAMA, name="qwen3moe", qk_norm=True, experts=ExpertsConfig(4, 2, 32, True, (1,))),
+}
 KINDS = [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")]
 SHAPE = {
     "hidden_size": 192,
     "intermediate_size": 320,
-    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 1,
     "head_dim": 64,
@@ -48,14 +58,20 @@ def test_every_launch_runs(model: str, precision: str, fp8_scales: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Qwen3Moe"])
 @pytest.mark.parametrize(("precision", "fp8_scales"), KINDS)
 def test_no_step_compiles(
     architecture: str, precision: str, fp8_scales: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither warm-up nor requests, short, long, alone and together: all was compiled beside the weights' loading."""
-    make_checkpoint(tmp_path, architecture, stored=torch.bfloat16, gain=1.0, **SHAPE)
-    for module in (fused, paged_attention, prompt_attention, tokens):
+    make_checkpoint(
+        tmp_path,
+        architecture,
+        stored=torch.bfloat16,
+        gain=1.0,
+        **{"num_hidden_layers": 2, **SHAPE, **MIXTURES.get(architecture, {})},
+    )
+    for module in (fused, grouped_product, paged_attention, prompt_attention, routing_kernels, tokens):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.runtime.JITFunction):
                 kernel.device_caches.clear()  # of what other tests compiled

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from checkpoints import teacher_forced
 from engines import answer_and_logits
-from gpu_engines import MARKS, SIZES, bf16_checkpoint, mixed_requests, some_prompts
+from gpu_engines import MARKS, SIZES, bf16_checkpoint, error_from_transformers, mixed_requests, some_prompts
 from over_admission import expect_short_answers
 from transformers import PreTrainedModel
 
@@ -28,6 +28,16 @@ BF16_LOGIT_ERROR = 0.03
 """Largest difference from transformers in fp32, as a share of the largest logit."""
 FP8_LOGIT_ERROR = 0.15
 """Root mean square of the difference between fp8 and bf16, as a share of the root mean square of the logits."""
+MIXTURE_ERROR = {"bf16": 0.1, "fp8": 0.3}
+"""Root mean square of the difference from transformers in fp32, as a share of the deviation of the logits. A token for
+which two experts score almost the same may get the other one."""
+MIXTURES = {
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True},
+        **{"mlp_only_layers": [1]},
+    },
+}
 KINDS = {
     "llama": ("Llama", {}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
@@ -82,6 +92,22 @@ def test_fp8_agrees_with_bf16(checkpoint: tuple[Path, PreTrainedModel], monkeypa
         errors.append(float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()))
     print(f"\nfp8 against bf16: logit errors {[round(error, 4) for error in errors]}")
     assert max(errors) <= FP8_LOGIT_ERROR
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_mixture_agrees_with_transformers(
+    architecture: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bf16_checkpoint(tmp_path, architecture, **MIXTURES[architecture])
+    engine = Engine(tmp_path, EngineConfig(precision=precision, **SIZES))
+    error = error_from_transformers(engine, model, monkeypatch)
+    print(f"\n{architecture} in {precision} against fp32: logit error {error:.4f}")
+    assert error <= MIXTURE_ERROR[precision]
+    requests = mixed_requests()
+    launched = engine.generate(requests)
+    assert engine._runner._graphs.recorded
+    assert engine.generate(requests) == launched  # with more steps as graphs
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

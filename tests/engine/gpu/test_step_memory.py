@@ -94,6 +94,7 @@ def weights_of(model: ModelConfig, form: str, *, measured: bool) -> Weights:
         post_norm_D=bf16(hidden),
         gate_up=linear(2 * model.intermediate_size, hidden),
         down=linear(hidden, model.intermediate_size),
+        experts=None,
         cache_scales=(1.0, 1.0),
     )
     tables, shapes = bf16(LENGTH, model.head_dim), model.tensor_shapes()

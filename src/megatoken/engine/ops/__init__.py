@@ -1,8 +1,9 @@
 """The operations a model is made of, one module for each back end.
 
 ``cpu`` and ``cuda`` are modules with the functions of ``Ops``, so the model does not know on which device it runs.
-``fused``, ``paged_attention``, ``prompt_attention``, ``fused_all_reduce`` and ``tokens`` are Triton kernels for
-``cuda``; ``native`` calls compiled ones for ``cpu``. ``reference`` defines the operations in plain torch, for tests.
+``fused``, ``paged_attention``, ``prompt_attention``, ``grouped_product``, ``routing_kernels``, ``fused_all_reduce`` and
+``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``. ``reference`` defines the
+operations in plain torch, for tests, and ``routing`` how experts are chosen.
 
 Shape letters: T tokens in the step, S tokens that sample, D hidden size, N output features, F feed-forward size, H
 query heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences, P pages, L positions.
@@ -10,13 +11,14 @@ query heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R seq
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import ModelConfig
+from megatoken.engine.config import ExpertsConfig, ModelConfig
 from megatoken.engine.schemes import LinearScheme
 
 if TYPE_CHECKING:
@@ -84,6 +86,15 @@ class Ops(Protocol):
     def pack_gated(self, gate_up: list[tuple[Any, Tensor | None]], scheme: LinearScheme) -> Any:
         """Bring gate and up projection, each weight [F, D] and bias [F] or None, into the form ``gated`` wants."""
 
+    def pack_experts(
+        self, router_XD: Tensor, experts: Iterable[list[Any]], config: ExpertsConfig, scheme: LinearScheme
+    ) -> Any:
+        """Bring a mixture into the form ``experts_add_norm`` wants.
+
+        ``router_XD``: scores the X experts, plain. ``experts``: gate and up projection [F, D] and down projection
+        [D, F] of each in turn, read when they are asked for, plain or quantised as for ``pack_linear``.
+        """
+
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Any) -> Any:
         """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension."""
 
@@ -108,6 +119,18 @@ class Ops(Protocol):
 
     def gated(self, x_TD: Any, gate_up: Any, consumer: Any) -> Any:
         """``silu(gate(x)) * up(x)`` -> [T, F]."""
+
+    def experts_add_norm(
+        self,
+        x_TD: Any,
+        experts: Any,
+        residual_TN: Tensor,
+        weight_N: Tensor,
+        epsilon: float,
+        consumer: Any,
+        ranks: Ranks | None = None,
+    ) -> tuple[Tensor, Any]:
+        """``linear_add_norm`` with the output of a mixture of experts (``reference.experts``), whose input ``x`` is."""
 
     def rotate_and_write(
         self,

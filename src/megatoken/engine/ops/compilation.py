@@ -13,12 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatoken.engine.config import EngineConfig, ModelConfig
+from megatoken.engine.config import EngineConfig, ExpertsConfig, ModelConfig
 from megatoken.engine.ops import fused, paged_attention, prompt_attention, tokens
 from megatoken.engine.ops.cuda import DECODE
 from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
+from megatoken.engine.ops.grouped_product import FEW_ROWS, MANY_ROWS, SOME_ROWS, TileConfig, grouped_product
 from megatoken.engine.ops.prompt_attention import ChunkConfig
+from megatoken.engine.ops.routing_kernels import route
 from megatoken.engine.schemes import LinearScheme, scheme_of
 
 TOKENS = 16
@@ -92,6 +94,31 @@ def launches(
             lambda: consumer.attended(q_THE.view(TOKENS, -1)),
         ]
 
+    def of_experts(mixture: ExpertsConfig) -> list[Callable[[], object]]:
+        # Kernels do not depend on the number of weights: one expert's are enough, and none has rows.
+        hidden, width, choices = config.hidden_size, mixture.intermediate_size, mixture.active
+        quantised = scheme.fp8_scales is not None
+        dtype = torch.float8_e4m3fn if quantised else scheme.activation_dtype
+        starts = zeros(mixture.count + 1, dtype=torch.int32)
+        order_R = zeros(TOKENS * choices, dtype=torch.int32)
+        logits_TX = zeros(TOKENS, mixture.count, dtype=torch.float32)
+        factors_R, scale = zeros(len(order_R), dtype=torch.float32), None
+        if quantised:
+            scale = zeros(max(len(order_R), 2 * width, hidden), dtype=torch.float32)
+        gate_up, down = zeros(1, 2 * width, hidden, dtype=dtype), zeros(1, hidden, width, dtype=dtype)
+        x_TD, x_RF = zeros(TOKENS, hidden, dtype=dtype), zeros(len(order_R), width, dtype=dtype)
+        h_T2F = zeros(TOKENS, 2 * width)
+        between: list[Callable[[], object]] = [lambda: fused.silu_mul(h_T2F)]
+        if quantised:
+            between = [lambda: fused.silu_mul_rows(h_T2F), lambda: fused.quantise_rows(zeros(TOKENS, hidden))]
+
+        def both(tile: TileConfig) -> None:
+            grouped_product(x_TD, scale, gate_up, scale, order_R, starts, choices=choices, config=tile)
+            grouped_product(x_RF, scale, down, scale, order_R, starts, factors_R=factors_R, config=tile)
+
+        between.append(lambda: route(logits_TX, mixture))
+        return [*(lambda tile=tile: both(tile) for tile in (MANY_ROWS, SOME_ROWS, FEW_ROWS)), *between]
+
     ways = prompt_attention.ways(head_dim, device)
     consumers = scheme.cuda_consumers(device)
     outputs = [consumer.attention_output(q_THE) for consumer in consumers]
@@ -104,6 +131,7 @@ def launches(
     return [
         *(lambda way=way, output=output: chunk(way, *output) for way in ways for output in outputs),
         *(lambda output=output: decode(*output) for output in outputs),
+        *(of_experts(config.experts) if config.experts is not None else ()),
         lambda: tokens.gather_tokens(indices_T, indices_T, zeros(TOKENS, dtype=torch.int64)),
         *inputs,
         lambda: fused.rotate_and_write(

@@ -5,6 +5,7 @@ Without compiled kernels, attention copies the keys and values of one sequence a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,12 +20,16 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
-from megatoken.engine.config import ModelConfig
+from megatoken.engine.config import ExpertsConfig, ModelConfig
 from megatoken.engine.ops import NO_TOKEN, Ranks, native
+from megatoken.engine.ops.routing import choose_experts
 from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.schemes.fp8_weight import Fp8Weight, quantise_rows
 
 EXACT_TOKENS_FROM_BYTES = 1_000_000_000
+WIDENED_FROM_TOKENS = 3  # with fewer, widening a weight costs more than its products in bf16
+WIDENED_TOKENS = 256  # at once, so that the widened inputs of a long prompt take little memory
+WIDENED_WEIGHTS = 2**17  # 512 KiB in fp32, which a core's cache holds
 
 _pointwise: Any = torch.ops.mkldnn._linear_pointwise
 
@@ -36,6 +41,15 @@ class Linear:
     packed: Tensor
     bias: Tensor | None
     scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture: gate, up and down projection of each expert, and what chooses among them."""
+
+    router_XD: Tensor  # fp32
+    each: list[tuple[tuple[Linear, Linear], Linear]]
+    config: ExpertsConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +109,43 @@ def pack_gated(gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], scheme: 
     return gate, up
 
 
+def pack_experts(
+    router_XD: Tensor, experts: Iterable[list[Tensor | Fp8Weight]], config: ExpertsConfig, scheme: LinearScheme
+) -> Experts:
+    """Linears of their own for each expert."""
+    each = [
+        (pack_gated([(gate, None), (up, None)], scheme), pack_linear(down, None, scheme)) for gate, up, down in experts
+    ]
+    return Experts(router_XD.float(), each, config)
+
+
 def linear(x_TD: Tensor, linear: Linear, activation: str = "none") -> Tensor:
     """``activation(x W^T + b)``, activation "none" or "swish"."""
     if linear.scale is not None:
         return _linear_fp8(x_TD, linear, linear.scale, activation)
     if linear.packed.is_mkldnn:
         return _product(x_TD, linear.packed, linear.bias, activation)
-    y_TN = plain_linear(x_TD, linear.packed, linear.bias)
+    y_TN = _unpacked_product(x_TD, linear.packed, linear.bias)
     return silu(y_TN) if activation == "swish" else y_TN
 
 
 def _product(x_TD: Tensor, packed: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
     y_TN: Tensor = _pointwise(x_TD, packed, bias_N, activation, [], "")
+    return y_TN
+
+
+def _unpacked_product(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Where oneDNN has no bf16, torch multiplies it without vectors: widened products are up to 15 times as fast."""
+    if x_TD.dtype != torch.bfloat16 or len(x_TD) < WIDENED_FROM_TOKENS:
+        return plain_linear(x_TD, weight_ND, bias_N)
+    outputs, inputs = weight_ND.shape
+    rows = max(1, WIDENED_WEIGHTS // inputs)
+    biases = [None] * -(-outputs // rows) if bias_N is None else torch.split(bias_N.float(), rows)
+    y_TN = x_TD.new_empty(len(x_TD), outputs)
+    for x, y in zip(torch.split(x_TD, WIDENED_TOKENS), torch.split(y_TN, WIDENED_TOKENS), strict=True):
+        wide = x.float()
+        for weight, bias, part in zip(torch.split(weight_ND, rows), biases, torch.split(y, rows, dim=1), strict=True):
+            part.copy_(plain_linear(wide, weight.float(), bias))
     return y_TN
 
 
@@ -119,7 +158,7 @@ def _linear_fp8(x_TD: Tensor, linear: Linear, scale: Tensor, activation: str) ->
     # e4m3 values are exact in bf16 and oneDNN accumulates in fp32, so this is the fp8 product, not an approximation.
     values, scale_T1 = quantise_rows(x_TD)
     x = values.to(torch.bfloat16)
-    y = _product(x, linear.packed, None, "none") if linear.packed.is_mkldnn else plain_linear(x, linear.packed)
+    y = _product(x, linear.packed, None, "none") if linear.packed.is_mkldnn else _unpacked_product(x, linear.packed)
     y_TN = y.float() * (scale_T1 * scale)
     if linear.bias is not None:
         y_TN += linear.bias
@@ -157,6 +196,47 @@ def gated(x_TD: Tensor, gate_up: tuple[Linear, Linear], consumer: Linear | None 
     if up.scale is None and up.packed.is_mkldnn:
         return _product_and(x_TD, gate_TN, up, "mul")
     return gate_TN * linear(x_TD, up)
+
+
+def experts(x_TD: Tensor, experts: Experts) -> Tensor:
+    """Tokens are sorted by expert, so each expert that any token chose computes once, for all of its tokens.
+
+    Their number is padded as that of a step is, since every new one would cost oneDNN time and memory.
+    """
+    weights_TC, chosen_TC = choose_experts(plain_linear(x_TD.float(), experts.router_XD), experts.config)
+    chosen = chosen_TC.numpy().reshape(-1)
+    order = chosen.argsort(kind="stable")
+    counts = np.bincount(chosen, minlength=experts.config.count)
+    padded = np.array([padded_tokens(count, 0) if count else 0 for count in counts.tolist()])
+    ends = padded.cumsum()
+    # A choice's row: the first of its expert, plus the choices of that expert before it.
+    own = chosen[order]
+    rows = (ends - padded)[own] + np.arange(len(order)) - (counts.cumsum() - counts)[own]
+    tokens, places = np.zeros(ends[-1], dtype=np.int64), np.empty_like(order)
+    tokens[rows], places[order] = order // experts.config.active, rows
+    x_PD = x_TD.index_select(0, torch.from_numpy(tokens))
+    y_PD = torch.empty_like(x_PD)
+    for number in counts.nonzero()[0].tolist():
+        gate_up, down = experts.each[number]
+        part = slice(ends[number] - padded[number], ends[number])
+        y_PD[part] = linear(gated(x_PD[part], gate_up), down)
+    y_TCD = y_PD.index_select(0, torch.from_numpy(places)).view(*chosen_TC.shape, -1)
+    return (y_TCD.float() * weights_TC[..., None]).sum(1).to(x_TD.dtype)
+
+
+def experts_add_norm(
+    x_TD: Tensor,
+    experts_: Experts,
+    residual_TN: Tensor,
+    weight_N: Tensor,
+    epsilon: float,
+    consumer: Linear,
+    ranks: Ranks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mixture, then the sum, then the norm."""
+    delta_TN = experts(x_TD, experts_)
+    residual_TN = residual_TN + (delta_TN if ranks is None else ranks.add(delta_TN))
+    return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Linear | None = None) -> Tensor:

@@ -209,6 +209,9 @@ def silu_mul_rows(gate_up_T2F: Tensor, *, block: int = 4096, warps: int = 8) -> 
     rows, width = gate_up_T2F.shape
     require_contiguous(gate_up_T2F)
     values, scale_T1 = _empty_rows(rows, width // 2, gate_up_T2F.device)
+    # A row of an expert is narrow: most threads of a large block would be idle.
+    block = min(block, triton.next_power_of_2(width // 2))
+    warps = min(warps, max(block // 256, 1))
     _silu_mul_rows_kernel[(rows,)](gate_up_T2F, values, scale_T1, width // 2, block, num_warps=warps)
     return values, scale_T1
 

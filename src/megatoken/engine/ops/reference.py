@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
+from megatoken.engine.config import ExpertsConfig
 from megatoken.engine.ops import NO_TOKEN
+from megatoken.engine.ops.routing import choose_experts
 from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.schemes.fp8_weight import quantise_rows
 
@@ -47,6 +49,21 @@ def linear_add(x_TD: Tensor, linear_: Linear, residual_TN: Tensor) -> Tensor:
 def gated(x_TD: Tensor, gate: Linear, up: Linear) -> Tensor:
     """``silu(gate(x)) * up(x)``."""
     return torch.nn.functional.silu(linear(x_TD, gate)) * linear(x_TD, up)
+
+
+def experts(
+    x_TD: Tensor, router_XD: Tensor, each: list[tuple[Linear, Linear, Linear]], config: ExpertsConfig
+) -> Tensor:
+    """The outputs of the experts that a token chooses, times their weights, summed in fp32.
+
+    ``router_XD`` scores in fp32. ``each``: gate, up and down projection of an expert.
+    """
+    weights_TC, chosen_TC = choose_experts(x_TD.float() @ router_XD.float().T, config)
+    y_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+    for number, (gate, up, down) in enumerate(each):
+        token, choice = (chosen_TC == number).nonzero(as_tuple=True)
+        y_TD[token] += linear(gated(x_TD[token], gate, up), down).float() * weights_TC[token, choice, None]
+    return y_TD.to(x_TD.dtype)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:

@@ -8,6 +8,7 @@ from megatoken.report.views.aggregate import aggregate_view
 from megatoken.report.views.audit import audit_view
 from megatoken.report.views.comparison import comparison_view
 from megatoken.report.views.plan import plan_view
+from megatoken.report.views.qualify import qualify_view
 from megatoken.report.views.repeats import repeats_view
 from megatoken.report.views.run import run_view
 from megatoken.report.views.sweep import sweep_comparison_view, sweep_view
@@ -18,6 +19,7 @@ VIEWS = {
     "audit": audit_view,
     "aggregate": aggregate_view,
     "comparison": comparison_view,
+    "qualify": qualify_view,
     "repeats": repeats_view,
     "sweep": sweep_view,
     "sweep_comparison": sweep_comparison_view,

@@ -1,0 +1,57 @@
+"""``megatoken qualify``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatoken.cli.flags import flag
+from megatoken.cli.output import Json, counted, print_result
+from megatoken.errors import UsageError
+
+
+def qualify(
+    quick: Annotated[bool, typer.Option("--quick", help="Run the quick set: under a minute. The default.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Run all tests, longer: a few minutes.")] = False,
+    tests: Annotated[str | None, flag("NAME,...", "Run only these tests, and the facts that they need.")] = None,
+    baseline: Annotated[
+        Path | None, flag("FILE", "Compare with this qualify.json, an earlier qualification of the same machine.")
+    ] = None,
+    disk: Annotated[Path, flag("DIR", "Folder whose disk is tested.")] = Path(),
+    out: Annotated[Path, flag("FILE", "File for the JSON document; its HTML page goes next to it.")] = Path(
+        "qualify.json"
+    ),
+    json_only: Json = False,
+) -> int:
+    """Test this machine and compare it with bounds, published values and itself. Reports whether it is healthy."""
+    from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, choose, device_here
+    from megatoken.hardware.qualify.session import exit_code
+    from megatoken.hardware.qualify.session import qualify as run
+    from megatoken.report import check_place, write_document
+    from megatoken.report.console import show
+
+    if quick and full:
+        raise UsageError("--quick and --full: give one of them")
+    device = device_here()
+    chosen = choose(TESTS[device], tests.split(",") if tests else (), full=full)
+    setting = replace(SETTINGS[device][full], folder=disk)
+    check_place(out, "qualify")
+    document: dict[str, Any] = {}
+    try:
+        with counted("tests") as progress:
+            for document in run(chosen, setting, device, full=full, baseline=baseline, progress=progress):
+                _, page = write_document(document, out)
+    except KeyboardInterrupt:
+        if not document:
+            raise
+        raise KeyboardInterrupt(f"interrupted; the tests that ended are in {out}") from None
+
+    def show_all() -> None:
+        show(document, full=True)
+        print(f"Saved: {out}\nSaved: {page}")
+
+    print_result(document, show_all, json_only=json_only, kept=f"the result is in {out}")
+    return exit_code(document)

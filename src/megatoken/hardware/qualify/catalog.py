@@ -1,0 +1,140 @@
+"""The tests, in the order in which they run: later ones use what earlier ones have measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from megatoken.errors import UsageError
+from megatoken.hardware.qualify.values import Setting
+from megatoken.text import nearest
+
+Device = Literal["cpu", "gpu"]
+HERE = "megatoken.hardware.qualify"
+DEVICES = Path("/dev")
+FACTS = "facts"
+"""Runs in every qualification, because bounds need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareTest:
+    """One test.
+
+    Attributes:
+        name: as ``--tests`` takes it.
+        title: for people.
+        function: ``module:name`` of a function from ``Setting`` to outcomes, called in a process of its own.
+        limit_seconds: after which the process is ended, in the quick set.
+        quick: whether the quick set has it.
+        twice: whether it runs again after the others, so that a drift in between shows.
+    """
+
+    name: str
+    title: str
+    function: str
+    limit_seconds: float = 60.0
+    quick: bool = True
+    twice: bool = False
+
+
+TESTS: dict[Device, tuple[HardwareTest, ...]] = {
+    "cpu": (
+        HardwareTest("facts", "Facts of the machine", f"{HERE}.facts:on_cpu"),
+        HardwareTest("memory", "Memory", f"{HERE}.cpu_memory:memory", twice=True),
+        HardwareTest("gemm", "Matrix products", f"{HERE}.cpu_products:gemm", twice=True),
+        HardwareTest("layers", "Products of the engine's layers", f"{HERE}.cpu_products:layer_products", twice=True),
+        HardwareTest("exact", "Exact arithmetic and memory", f"{HERE}.exact:on_cpu"),
+        HardwareTest("latency", "Latency", f"{HERE}.latency:latency", twice=True),
+        HardwareTest("kernels", "Kernels of the engine", f"{HERE}.cpu_kernels:kernels", twice=True),
+        HardwareTest("disk", "Disk", f"{HERE}.disk:disk", twice=True),
+        HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_cpu"),
+    ),
+    "gpu": (
+        HardwareTest("facts", "Health of the GPU", f"{HERE}.facts:on_gpu"),
+        HardwareTest("hbm", "Memory of the GPU", f"{HERE}.gpu_memory:hbm"),
+        HardwareTest("cache", "Cache of the GPU", f"{HERE}.gpu_memory:cache"),
+        HardwareTest("gemm", "Matrix products", f"{HERE}.gpu_products:gemm"),
+        HardwareTest("layers", "Products of decoder layers", f"{HERE}.gpu_products:layer_products"),
+        HardwareTest("zeros", "Random values against zeros", f"{HERE}.gpu_products:zeros"),
+        HardwareTest("power", "Sustained load", f"{HERE}.gpu_power:power"),
+        HardwareTest("copies", "Copies to and from the host", f"{HERE}.gpu_copies:copies"),
+        HardwareTest("launch", "Launch of kernels", f"{HERE}.gpu_latency:launch"),
+        HardwareTest("kernels", "Kernels of the engine", f"{HERE}.gpu_kernels:kernels"),
+        HardwareTest("exact", "Exact arithmetic and memory", f"{HERE}.exact:on_gpu"),
+        HardwareTest("disk", "Disk", f"{HERE}.disk:disk", quick=False),
+        HardwareTest("latency", "Latency of the host", f"{HERE}.latency:latency", quick=False),
+        HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_gpu", quick=False),
+    ),
+}
+
+CPU_QUICK = Setting(
+    seconds=0.3,
+    warm_up_seconds=0.1,
+    windows=5,
+    sides=(1024,),
+    buffer_bytes=2**28,
+    pattern_bytes=2**28,
+    file_bytes=2**26,
+    repeats=24,
+    power_seconds=5.0,
+)
+CPU_FULL = replace(
+    CPU_QUICK,
+    seconds=1.0,
+    warm_up_seconds=0.3,
+    windows=11,
+    sides=(512, 1024, 2048),
+    pattern_bytes=2**30,
+    file_bytes=2**29,
+    repeats=200,
+)
+GPU_QUICK = replace(
+    CPU_QUICK,
+    seconds=0.7,
+    warm_up_seconds=0.7,
+    windows=7,
+    sides=(4096, 8192),
+    buffer_bytes=2**31,
+    pattern_bytes=2**34,
+)
+GPU_FULL = replace(
+    GPU_QUICK,
+    seconds=3.0,
+    warm_up_seconds=2.0,
+    windows=11,
+    sides=(4096, 8192, 16_384),
+    pattern_bytes=2**42,
+    file_bytes=2**30,
+    repeats=200,
+    power_seconds=60.0,
+)
+SETTINGS: dict[Device, tuple[Setting, Setting]] = {"cpu": (CPU_QUICK, CPU_FULL), "gpu": (GPU_QUICK, GPU_FULL)}
+"""Of the quick and of the full set. 2**42 bytes of pattern: all that is free, see ``exact.FREE_SHARE``."""
+FULL_LIMIT_FACTOR = 6
+"""The full set may take so many times the limit of the quick one."""
+
+
+def choose(tests: Sequence[HardwareTest], names: Sequence[str], *, full: bool) -> list[HardwareTest]:
+    """The tests of a set, or those named and the facts.
+
+    Raises:
+        UsageError: no such test.
+    """
+    known = [test.name for test in tests]
+    for name in names:
+        if name not in known:
+            meant = nearest(name, known)
+            hint = f"did you mean {meant}? " if meant else ""
+            raise UsageError(f"--tests {name}: unknown test; {hint}known are {', '.join(known)}")
+    if names:
+        return [test for test in tests if test.name in (FACTS, *names)]
+    return [test for test in tests if full or test.quick]
+
+
+def device_here() -> Device:
+    """``gpu`` if the driver of an NVIDIA GPU is loaded and CUDA_VISIBLE_DEVICES does not hide all GPUs."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    return "gpu" if any(DEVICES.glob("nvidia*")) and not hidden else "cpu"

@@ -1,0 +1,148 @@
+"""Silent corruption: computations whose right answer is certain, on any device. Every differing bit counts.
+
+Whole numbers in {-1, 0, 1} multiply exactly in every format as long as sums stay below the format's largest exact
+number, whatever the order of additions. Freivalds' check compares ``C r`` with ``A (B r)`` for random r in {0, 1}: one
+r misses a wrong row of C with a probability of at most 1/2, ``CHECKS`` of them with 1.5e-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatoken.engine.device import gpu_obstacle
+from megatoken.engine.schemes import find_scheme
+from megatoken.hardware.qualify.processor import engine_precision
+from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
+
+CHECKS = 16
+DEPTH = 2048
+"""Of the products: sums of so many numbers in {-1, 0, 1} stay below 256, which bf16 holds exactly."""
+CHUNK_WORDS = 2**24
+FREE_SHARE = 0.9
+"""Of a GPU's free memory, that the pattern takes at most."""
+MULTIPLIER, SHIFT = 0x9E3779B97F4A7C15 - 2**64, 29
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+def small_integers(rows: int, columns: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Random numbers in {-1, 0, 1}, fp32."""
+    return torch.randint(-1, 2, (rows, columns), generator=generator, device=device).float()
+
+
+def wrong_rows(a_MK: Tensor, b_KN: Tensor, c_MN: Tensor, generator: torch.Generator) -> int:
+    """Rows of ``c`` that are not ``a b``, all of whole numbers, found by Freivalds' check in fp64, which is exact."""
+    r_NS = torch.randint(0, 2, (b_KN.shape[1], CHECKS), generator=generator, device=c_MN.device).double()
+    expected = a_MK.double() @ (b_KN.double() @ r_NS)
+    # NaN differs from everything, itself too.
+    return int((c_MN.double() @ r_NS != expected).any(dim=1).sum())
+
+
+def different_elements(first: Tensor, second: Tensor) -> int:
+    """Elements of two equally shaped tensors whose bits differ."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[first.element_size()]
+    return int((first.contiguous().view(integers) != second.contiguous().view(integers)).sum())
+
+
+@torch.inference_mode()
+def exact_products(multiply: Multiply, name: str, side: int, device: torch.device, setting: Setting) -> Value:
+    """Products of whole numbers through ``multiply`` (fp32 [M, K] and [K, N], which hold them exactly)."""
+    generator = torch.Generator(device).manual_seed(1)
+    wrong = 0
+    for _ in range(max(1, setting.repeats // 8)):
+        a_MK = small_integers(side, DEPTH, generator, device)
+        b_KN = small_integers(DEPTH, side, generator, device)
+        wrong += wrong_rows(a_MK, b_KN, multiply(a_MK, b_KN), generator)
+    return Value(f"exact_{name}", f"{name} products of whole numbers", "wrong", [wrong], better="zero")
+
+
+@torch.inference_mode()
+def repeated_products(product: Callable[[], Tensor], name: str, setting: Setting) -> Value:
+    """The same random product again and again: the first result against all later ones, bit by bit."""
+    first = product().clone()
+    different = sum(different_elements(first, product()) for _ in range(setting.repeats))
+    title = f"{name} product repeated {setting.repeats} times"
+    return Value(f"repeat_{name}", title, "wrong", [different], better="zero")
+
+
+def pattern(first: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """``count`` 32-bit words that depend on their index alone: a mixed counter, so neighbours share no bits."""
+    words = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    words.bitwise_xor_(seed).mul_(MULTIPLIER)
+    words.bitwise_xor_(words >> SHIFT).mul_(MULTIPLIER)
+    return words.bitwise_right_shift_(32).to(torch.int32)
+
+
+def fill_pattern(buffer: Tensor, seed: int) -> None:
+    """Write the pattern to all of ``buffer`` (int32, one dimension)."""
+    for first in range(0, len(buffer), CHUNK_WORDS):
+        piece = buffer[first : first + CHUNK_WORDS]
+        piece.copy_(pattern(first, len(piece), seed, buffer.device))
+
+
+def wrong_words(buffer: Tensor, seed: int, *, inverted: bool = False) -> int:
+    """Words of ``buffer`` that are not the pattern, or not its inverse."""
+    wrong = 0
+    for first in range(0, len(buffer), CHUNK_WORDS):
+        piece = buffer[first : first + CHUNK_WORDS]
+        expected = pattern(first, len(piece), seed, buffer.device)
+        wrong += int((piece != (expected.bitwise_not_() if inverted else expected)).sum())
+    return wrong
+
+
+@torch.inference_mode()
+def memory_pattern(size_bytes: int, device: torch.device) -> Value:
+    """Write a pattern to memory, read it back, invert every bit, read it back: each cell holds 0 and 1 once."""
+    buffer = torch.empty(size_bytes // 4, dtype=torch.int32, device=device)
+    fill_pattern(buffer, seed := 0x5EED)
+    wrong = wrong_words(buffer, seed)
+    buffer.bitwise_not_()
+    wrong += wrong_words(buffer, seed, inverted=True)
+    title = f"Pattern in {size_bytes / 2**30:.2g} GiB of memory"
+    return Value("memory_pattern", title, "wrong", [wrong], better="zero")
+
+
+def on_cpu(setting: Setting) -> Outcomes:
+    """All of it on the CPU."""
+    device, side = torch.device("cpu"), min(1024, max(setting.sides))
+
+    def in_bf16(a: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(a.bfloat16(), b.bfloat16())
+
+    yield exact_products(torch.mm, "fp32", side, device, setting)
+    if engine_precision() == "bf16":
+        yield exact_products(in_bf16, "bf16", side, device, setting)
+    left, right = torch.randn(side, side), torch.randn(side, side)
+    yield repeated_products(lambda: torch.mm(left, right), "fp32", setting)
+    yield memory_pattern(setting.pattern_bytes, device)
+
+
+def on_gpu(setting: Setting) -> Outcomes:
+    """All of it on the first GPU, in bf16 and fp8 as the engine's products."""
+    device, side = torch.device("cuda", 0), min(4096, max(setting.sides))
+    one = torch.ones(1, device=device)
+
+    def in_bf16(a: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(a.bfloat16(), b.bfloat16())
+
+    def in_fp8(a: Tensor, b: Tensor) -> Tensor:
+        e4m3 = torch.float8_e4m3fn
+        columns = b.t().contiguous().to(e4m3).t()
+        return torch._scaled_mm(a.to(e4m3), columns, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    torch.manual_seed(0)
+    left, right = (torch.randn(side, side, device=device) for _ in range(2))
+    yield exact_products(in_bf16, "bf16", side, device, setting)
+    bf16_left, bf16_right = left.bfloat16(), right.bfloat16()
+    yield repeated_products(lambda: torch.mm(bf16_left, bf16_right), "bf16", setting)
+    if obstacle := gpu_obstacle(find_scheme("fp8")):
+        yield NotRun("exact_fp8", "fp8 products of whole numbers", obstacle, "take a GPU that has fp8")
+    else:
+        yield exact_products(in_fp8, "fp8", side, device, setting)
+        yield repeated_products(lambda: in_fp8(left, right), "fp8", setting)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    yield memory_pattern(min(setting.pattern_bytes, int(FREE_SHARE * free)), device)

@@ -1,0 +1,63 @@
+"""The engine's own kernels on the GPU: decode attention over an fp8 cache, norm with quantisation, activation."""
+
+from __future__ import annotations
+
+import torch
+
+from megatoken.engine.ops import fused, paged_attention
+from megatoken.hardware.qualify.gpu_parts import data_sheet
+from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds
+from megatoken.hardware.qualify.timing import rates
+from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
+
+SEQUENCES, CONTEXT, PAGE_SIZE = 900, 512, 32
+HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
+TOKENS, HIDDEN, FEED_FORWARD = 4096, 8192, 28_672
+
+
+@torch.inference_mode()
+def kernels(setting: Setting) -> Outcomes:
+    """One layer of a 70B model; bytes that must be moved over the time."""
+    torch.cuda.set_device(DEVICE)
+    torch.manual_seed(0)
+    sheet = data_sheet(torch.cuda.get_device_name(DEVICE))
+    bound = None if sheet is None else Bound(sheet.memory_bytes_per_second / 1e9, "data sheet of the memory")
+
+    pages = SEQUENCES * CONTEXT // PAGE_SIZE
+    k, v = (torch.randn(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, dtype=BF16, device=DEVICE).to(E4M3) for _ in range(2))
+    table = torch.randperm(pages, device=DEVICE).int().view(SEQUENCES, -1)
+    lengths = torch.full((SEQUENCES,), CONTEXT, dtype=torch.int32, device=DEVICE)
+    queries = torch.randn(SEQUENCES, HEADS, HEAD_DIM, dtype=BF16, device=DEVICE)
+    out = torch.empty_like(queries)
+
+    def attention() -> None:
+        paged_attention.decode_attention(
+            queries,
+            k,
+            v,
+            table,
+            lengths,
+            out,
+            softmax_scale=HEAD_DIM**-0.5,
+            max_length=CONTEXT,
+            total_tokens=SEQUENCES * CONTEXT,
+        )
+
+    title = f"Decode attention, {SEQUENCES} sequences of {CONTEXT} tokens, fp8 cache"
+    rate = rates((k.nbytes + v.nbytes) / 1e9, gpu_seconds(attention, setting))
+    yield Value("decode_attention", title, "GB/s", rate, bound=bound)
+
+    scale = torch.ones(1, device=DEVICE)
+    delta = torch.zeros(TOKENS, HIDDEN, dtype=BF16, device=DEVICE)
+    residual = torch.randn(TOKENS, HIDDEN, dtype=BF16, device=DEVICE)
+    weight = torch.ones(HIDDEN, dtype=BF16, device=DEVICE)
+    seconds = gpu_seconds(lambda: fused.add_rms_norm(delta, residual, weight, 1e-5, scale), setting)
+    moved = 7 * TOKENS * HIDDEN  # read twice and written once in bf16, written once in fp8
+    title = f"Sum, norm and fp8 rounding of {TOKENS:,} tokens"
+    # Buffers of this size stay in part in the cache, so memory is no limit.
+    yield Value("add_rms_norm", title, "GB/s", rates(moved / 1e9, seconds))
+    gate_up = torch.randn(TOKENS, 2 * FEED_FORWARD, dtype=BF16, device=DEVICE)
+    seconds = gpu_seconds(lambda: fused.silu_mul(gate_up, scale), setting)
+    moved = 5 * TOKENS * FEED_FORWARD
+    title = f"SiLU, product and fp8 rounding of {TOKENS:,} tokens"
+    yield Value("silu_mul", title, "GB/s", rates(moved / 1e9, seconds), bound=bound)

@@ -1,0 +1,147 @@
+"""Matrix products on the GPU: squares, the products of decoder layers, and random values against zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatoken.engine.config import SHAPES
+from megatoken.engine.device import gpu_obstacle
+from megatoken.engine.gpus import Gpu
+from megatoken.engine.schemes import find_scheme
+from megatoken.hardware.qualify.gpu_parts import data_sheet
+from megatoken.hardware.qualify.gpu_timing import (
+    BF16,
+    DEVICE,
+    E4M3_SPREAD,
+    gaussian,
+    gaussian_e4m3,
+    gpu_seconds,
+)
+from megatoken.hardware.qualify.shapes import Product, bound_seconds, products_of
+from megatoken.hardware.qualify.timing import rates
+from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
+
+SCALINGS = {"bf16": "bf16", "fp8": "tensor"}
+SHAPES_TIMED, TOKENS = ("llama2-70b", "llama3.1-8b"), (64, 1536)
+LAYERS = 8
+"""Distinct layers: at least 1.7 GB of weights, so that they come from memory and not from the cache."""
+ZEROS_TOKENS, ZEROS_LAYERS = 4096, 4
+
+
+class Weights:
+    """Several layers' weights in one format, and calls on them; random values, or zeros."""
+
+    def __init__(self, scaling: str, products: Sequence[Product], layers: int, *, zeros: bool = False) -> None:
+        self.scaling, self.products, self.layers, self._zeros = scaling, products, layers, zeros
+        make = gaussian if scaling == "bf16" else gaussian_e4m3
+        self.values = [
+            [self._filled(make(product.outputs, product.inputs)) for product in products] for _ in range(layers)
+        ]
+
+    def call(self, number: int, tokens: int) -> Callable[[int], Tensor]:
+        """The product, with inputs of ``tokens`` rows, as a function of the layer. Outputs have a spread of about 1."""
+        product = self.products[number]
+        if self.scaling == "bf16":
+            x_MK = self._filled(gaussian(tokens, product.inputs, spread=product.inputs**-0.5))
+            return lambda layer: torch.nn.functional.linear(x_MK, self.values[layer][number])
+        x_MK = self._filled(gaussian_e4m3(tokens, product.inputs))
+        by_row = self.scaling == "row"
+        x_scale = torch.full((tokens, 1) if by_row else (1,), 1 / E4M3_SPREAD, device=DEVICE)
+        weight_scale = torch.full(
+            (1, product.outputs) if by_row else (1,), product.inputs**-0.5 / E4M3_SPREAD, device=DEVICE
+        )
+        return lambda layer: torch._scaled_mm(
+            x_MK, self.values[layer][number].t(), x_scale, weight_scale, out_dtype=BF16, use_fast_accum=True
+        )
+
+    def _filled(self, values: Tensor) -> Tensor:
+        return torch.zeros_like(values) if self._zeros else values
+
+
+@torch.inference_mode()
+def gemm(setting: Setting) -> Outcomes:
+    """Squares in bf16 and fp8, one after the other without a pause, so that power limits them as in real work."""
+    sheet = _start()
+    for precision, scaling in SCALINGS.items():
+        if obstacle := gpu_obstacle(find_scheme(precision)):
+            yield NotRun(f"gemm_{precision}", f"{precision} products", obstacle, "take a GPU that has it")
+            continue
+        for side in setting.sides:
+            call = Weights(scaling, [Product("square", side, side)], 1).call(0, side)
+            rate = rates(2e-12 * side**3, gpu_seconds(lambda call=call: call(0), setting))  # type: ignore[misc]
+            title = f"{precision} product of side {side:,}"
+            yield Value(f"gemm_{precision}_{side}", title, "TFLOP/s", rate, bound=_peak(sheet, precision))
+            torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def layer_products(setting: Setting) -> Outcomes:
+    """The four products of a layer in fp8, back to back over distinct layers, as steps do them."""
+    sheet = _start()
+    if obstacle := gpu_obstacle(find_scheme("fp8")):
+        yield NotRun("layer_products_fp8", "fp8 products of layers", obstacle, "take a GPU that has fp8")
+        return
+    for shape in SHAPES_TIMED:
+        products = products_of(SHAPES[shape])
+        weights = Weights("tensor", products, LAYERS)
+        for tokens in TOKENS:
+            calls = [weights.call(number, tokens) for number in range(len(products))]
+
+            def step(calls: list[Callable[[int], Tensor]] = calls) -> None:
+                for layer in range(LAYERS):
+                    for call in calls:
+                        call(layer)
+
+            seconds = gpu_seconds(step, setting)
+            work = LAYERS * sum(product.operations(tokens) for product in products) / 1e12
+            bound = None
+            if sheet is not None:
+                operations, read = sheet.operations_per_second["fp8"], sheet.memory_bytes_per_second
+                least = LAYERS * sum(bound_seconds(one, tokens, 1, operations, read) for one in products)
+                bound = Bound(work / least, "the larger of operations and bytes over the data sheet's rates")
+            title = f"Layers of {shape} fp8, {tokens:,} tokens"
+            yield Value(f"layer_products_fp8_{shape}_{tokens}", title, "TFLOP/s", rates(work, seconds), bound=bound)
+        del weights, calls, step
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def zeros(setting: Setting) -> Outcomes:
+    """The gate and up product of a 70B layer on random values and on zeros, which draw less power."""
+    _start()
+    if obstacle := gpu_obstacle(find_scheme("fp8")):
+        yield NotRun("random_over_zeros", "Random values against zeros", obstacle, "take a GPU that has fp8")
+        return
+    product = products_of(SHAPES["llama2-70b"])[2]
+    work = ZEROS_LAYERS * product.operations(ZEROS_TOKENS) / 1e12
+    found = []
+    for all_zero in (False, True):
+        call = Weights("tensor", [product], ZEROS_LAYERS, zeros=all_zero).call(0, ZEROS_TOKENS)
+
+        def run(call: Callable[[int], Tensor] = call) -> None:
+            for layer in range(ZEROS_LAYERS):
+                call(layer)
+
+        found.append(rates(work, gpu_seconds(run, setting)))
+    random, zero = found
+    title = f"70B gate and up product, {ZEROS_TOKENS:,} tokens of"
+    yield Value("gemm_fp8_random", f"{title} random values", "TFLOP/s", random)
+    yield Value("gemm_fp8_zeros", f"{title} zeros", "TFLOP/s", zero)
+    ratios = [one / other for one, other in zip(random, zero, strict=True)]
+    title = "Rate of random values over that of zeros"
+    yield Value("random_over_zeros", title, "of zeros", ratios, note="below 1 where power limits the clock")
+
+
+def _start() -> Gpu | None:
+    """The data sheet of the first GPU. Raises through PyTorch where there is none."""
+    torch.cuda.set_device(DEVICE)
+    torch.manual_seed(0)
+    return data_sheet(torch.cuda.get_device_name(DEVICE))
+
+
+def _peak(sheet: Gpu | None, precision: str) -> Bound | None:
+    rate = None if sheet is None else sheet.operations_per_second.get(precision)  # type: ignore[call-overload]
+    return None if rate is None else Bound(rate / 1e12, f"data sheet, dense {precision}")

@@ -1,0 +1,131 @@
+"""Timing of work on the first GPU: events around batches of calls, CUDA graphs for short ones; random values.
+
+Random values fill their format's range: a product of zeros draws less power and runs faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatoken.engine.schemes.fp8_weight import E4M3_MAX
+from megatoken.hardware.qualify.values import Setting
+
+DEVICE = torch.device("cuda", 0)
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+E4M3_SPREAD = 90.0
+"""Standard deviation of random e4m3 values: the whole range is used and little of it saturates."""
+COPY_BYTES = 2**32
+
+
+def device_uuid() -> str:
+    """The name by which the driver's own tools know the GPU, whatever CUDA_VISIBLE_DEVICES numbers it."""
+    return f"GPU-{torch.cuda.get_device_properties(DEVICE).uuid}"
+
+
+def gaussian(*shape: int, spread: float = 1.0) -> Tensor:
+    """Random bf16."""
+    return torch.randn(shape, dtype=BF16, device=DEVICE) * spread
+
+
+def gaussian_e4m3(rows: int, columns: int) -> Tensor:
+    """Random e4m3 over the whole range, made in pieces so that no large bf16 copy of it exists."""
+    values = torch.empty(rows, columns, dtype=E4M3, device=DEVICE)
+    for first in range(0, rows, 8192):
+        piece = values[first : first + 8192]
+        piece.copy_(gaussian(*piece.shape, spread=E4M3_SPREAD).clamp_(-E4M3_MAX, E4M3_MAX))
+    return values
+
+
+def timing_event() -> torch.cuda.Event:
+    """An event that can be compared with others."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def graph_microseconds(launch: Callable[[int], Any], sets: int, launches: int = 16) -> float:
+    """Median over replays of a CUDA graph of the mean time of a launch: the device's alone, gaps included.
+
+    Args:
+        launch: takes the number of an input set; what it returns has memory of its own.
+        sets: of inputs, visited in turn.
+        launches: fewest in the graph.
+    """
+    launch(0)
+    graph = torch.cuda.CUDAGraph()
+    count = sets * max(launches // sets, 1)
+    with torch.cuda.graph(graph):
+        results = [launch(number % sets) for number in range(count)]
+    graph.replay()
+    events = [timing_event() for _ in range(8)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    del results
+    return median_milliseconds(events) / count * 1e3
+
+
+def median_milliseconds(events: Sequence[torch.cuda.Event]) -> float:
+    """Between neighbours, which the device has passed."""
+    milliseconds: list[float] = [first.elapsed_time(second) for first, second in pairwise(events)]
+    return statistics.median(milliseconds)
+
+
+def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
+    """Launch ``run`` again and again without a gap, at most two ahead of the device.
+
+    Returns:
+        How often, and the seconds that the device took for it; one run before does not count.
+    """
+    run()
+    torch.cuda.synchronize()
+    events = [timing_event()]
+    events[0].record()
+    deadline = time.monotonic() + seconds
+    while len(events) == 1 or time.monotonic() < deadline:
+        run()
+        events.append(timing_event())
+        events[-1].record()
+        events[max(len(events) - 3, 0)].synchronize()
+    events[-1].synchronize()
+    return len(events) - 1, events[0].elapsed_time(events[-1]) / 1e3
+
+
+def copy_gigabytes_per_second() -> float:
+    """Rate of a large copy, bytes read and bytes written.
+
+    Not from a graph: CUDA copies otherwise there, at two thirds of this rate. Takes 8.6 GB.
+    """
+    source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    events = [timing_event() for _ in range(9)]
+    for event in events:
+        target.copy_(source)
+        event.record()
+    torch.cuda.synchronize()
+    return 2 * COPY_BYTES / median_milliseconds(events) / 1e6
+
+
+def gpu_seconds(run: Callable[[], Any], setting: Setting) -> list[float]:
+    """Mean seconds of a call in each window, by events on the device, after a warm-up.
+
+    The host launches all windows ahead, so gaps between calls are the device's own.
+    """
+    passes, elapsed = repeat_for(setting.warm_up_seconds, run)
+    in_window = max(1, round(setting.seconds / setting.windows * passes / elapsed))
+    events = [timing_event()]
+    events[0].record()
+    for _ in range(setting.windows):
+        for _ in range(in_window):
+            run()
+        events.append(timing_event())
+        events[-1].record()
+    torch.cuda.synchronize()
+    return [first.elapsed_time(second) / 1e3 / in_window for first, second in pairwise(events)]

@@ -1,0 +1,126 @@
+"""One test in a process of its own: it can hang or crash without taking the others along.
+
+The processes are forked from a server that has loaded PyTorch and started no thread and no GPU, so each starts within
+milliseconds and with nothing of the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+from megatoken.errors import CapacityError
+from megatoken.hardware.core_wait import CoreWait
+from megatoken.hardware.qualify.catalog import HardwareTest
+from megatoken.hardware.qualify.values import NotRun, Outcome, Setting
+
+PRELOADED = ["torch", "numpy", "megatoken.engine.ops.cpu"]
+GRACE_SECONDS = 5.0
+STARVED = 0.3
+"""A test that waited for cores this share of its limit was not slow by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """One outcome, and the share of the time that it took in which threads waited for a core; None: unknown."""
+
+    outcome: Outcome
+    core_wait_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a test ended: its outcomes so far, its seconds, and what went wrong if anything."""
+
+    returned: tuple[Returned, ...]
+    seconds: float
+    fault: str | None
+
+
+def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float) -> Ended:
+    """Call a test's function in a process of its own and end it after the limit.
+
+    A test that was slow because it waited for cores is not at fault: it did not run.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(test, setting, limit_seconds, theirs), daemon=True)
+    process.start()
+    began = time.monotonic()  # the first start waits until the server has loaded PyTorch
+    starved = CoreWait(process.pid)
+    theirs.close()
+    returned: list[Returned] = []
+    fault: str | None = None
+    finished = False
+    try:
+        while not finished:
+            if not ours.poll(max(0.0, began + limit_seconds - time.monotonic())):
+                waited = starved.waited_seconds()
+                stopped = f"did not end within {limit_seconds:.0f} s and was stopped"
+                if waited > STARVED * limit_seconds:
+                    enable = "stop other work and repeat"
+                    reason = f"{stopped}: it waited {waited:.0f} s for cores"
+                    returned.append(Returned(NotRun(test.name, test.title, reason, enable), None))
+                else:
+                    fault = stopped
+                break
+            match ours.recv():
+                case Returned() as one:
+                    returned.append(one)
+                case str() | None as fault:
+                    finished = True
+    except EOFError:
+        process.join(GRACE_SECONDS)
+        fault = f"its process {_end_of(process.exitcode)}"
+    finally:
+        ours.close()
+        if not finished:
+            process.kill()
+        process.join(GRACE_SECONDS)
+    return Ended(tuple(returned), time.monotonic() - began, fault)
+
+
+def _end_of(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    return f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _work(test: HardwareTest, setting: Setting, limit_seconds: float, connection: Connection) -> None:
+    """The test's process. Ctrl-C reaches the parent, which ends this one; the alarm does if the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, limit_seconds + GRACE_SECONDS)
+    os.dup2(2, 1)  # standard output belongs to the result
+    module, _, name = test.function.partition(":")
+    fault: str | None = None
+
+    def not_run(error: BaseException, enable: str) -> None:
+        words = str(error).splitlines() or ["not enough memory"]
+        connection.send(Returned(NotRun(test.name, test.title, words[0], enable), None))
+
+    try:
+        run = getattr(import_module(module), name)
+        wait = CoreWait()
+        for outcome in run(setting):
+            connection.send(Returned(outcome, wait.share()))
+            wait = CoreWait()
+    except (CapacityError, MemoryError) as error:
+        not_run(error, "free memory, or stop other work")
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which this module does not import
+            not_run(error, "stop other work on the GPU")
+        else:
+            fault = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    connection.send(fault)
+    connection.close()
+    sys.stderr.flush()
+    os._exit(0)  # a GPU that hangs while it is torn down must not keep the result

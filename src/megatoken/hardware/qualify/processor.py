@@ -1,0 +1,107 @@
+"""What a core can do at most: its clock, measured, times the operations that its instructions do per cycle."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatoken.engine.config import Precision
+from megatoken.hardware.inventory import cpu
+from megatoken.hardware.qualify.values import Bound, NotRun, Setting, Value
+from megatoken.text import count_of
+
+# A chain of instructions each of which needs the result of the one before: its length in cycles is known.
+CHAIN = """
+void chain(long count) {{
+    unsigned long x = 3, y = 5;
+    for (long i = 0; i < count; i++) __asm__ volatile({instructions} : "+r"(x) : "r"(y));
+}}
+"""
+INSTRUCTIONS = {"x86_64": ("imul %1, %0", 3), "aarch64": ("eor %0, %0, %1", 1)}
+"""The instruction of the chain and its latency in cycles: imul on Intel since Nehalem and on AMD Zen, eor on ARMv8."""
+LINKS, COMPILE_SECONDS, CHAIN_SECONDS = 64, 20, 1e-3
+
+OPERATIONS_PER_CYCLE = {
+    "fp32": (("avx512f", 64), ("avx2", 32), ("asimd", 32)),
+    "bf16": (("amx_bf16", 2048), ("avx512_bf16", 128), ("avx512f", 64), ("avx2", 32), ("bf16", 128), ("asimd", 32)),
+}
+"""Most operations per cycle and core, by instruction set, the best first: multiply-adds count as two, and every core
+is assumed to have two such vector units (ARM: four of 128 bits), which only some have."""
+
+
+def clock(setting: Setting) -> Value | NotRun:
+    """The clock of one core under light load, from instructions of known latency. Compiles a few lines of C."""
+    name, title = "core_clock", "Clock of one core"
+    machine = platform.machine()
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if machine not in INSTRUCTIONS:
+        return NotRun(name, title, f"no instruction of known latency for {machine}", "take an x86-64 or ARMv8 machine")
+    if compiler is None:
+        return NotRun(name, title, "no C++ compiler", "install g++, or name one in CXX")
+    instruction, cycles = INSTRUCTIONS[machine]
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "chain.so"
+        source = 'extern "C"' + CHAIN.format(instructions=f'"{instruction}\\n"' * LINKS)
+        command = [compiler, "-x", "c++", "-O1", "-shared", "-fPIC", "-o", str(library), "-"]
+        try:
+            subprocess.run(command, input=source, text=True, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+            chain = ctypes.CDLL(str(library)).chain
+        except (OSError, subprocess.SubprocessError) as error:
+            return NotRun(name, title, f"{compiler} failed ({type(error).__name__})", "install a working g++")
+    chain.argtypes, chain.restype = (ctypes.c_long,), None
+    count = 1000
+    while (seconds := _seconds(chain, count)) < CHAIN_SECONDS:
+        count = max(2 * count, int(count * CHAIN_SECONDS / max(seconds, 1e-6)))
+    # Interruptions only make a window longer, so the shortest of a few is the window.
+    windows = [min(_seconds(chain, count) for _ in range(20)) for _ in range(setting.windows)]
+    return Value(name, title, "GHz", [count * LINKS * cycles / one / 1e9 for one in windows])
+
+
+def peak(dtype: str, threads: int, setting: Setting) -> Bound | None:
+    """Most GFLOP/s of ``threads`` cores; None where the clock or the instruction set is not known."""
+    gigahertz, flags = setting.measured.get("core_clock"), cpu()["instruction_sets"]
+    known = next(((flag, count) for flag, count in OPERATIONS_PER_CYCLE[dtype] if flag in flags), None)
+    if gigahertz is None or known is None:
+        return None
+    flag, count = known
+    formula = f"{count_of(threads, 'core')} x {count} operations per cycle ({flag}) x {gigahertz:.2f} GHz (measured)"
+    return Bound(threads * count * gigahertz, formula)
+
+
+def engine_precision() -> Precision:
+    """The fastest format that the engine's products have on this processor: bf16, or fp32 if it has no bf16."""
+    import torch
+
+    from megatoken.engine.ops.cpu import can_pack
+
+    return "bf16" if can_pack(torch.bfloat16) else "fp32"
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, by affinity and quota; at least 1."""
+    facts = cpu()
+    cores, quota = facts["usable_cores"] or 1, facts["quota_cores"]
+    return max(1, cores if quota is None else min(cores, round(quota)))
+
+
+def last_level_cache_bytes() -> int:
+    """Of the largest cache that a core reaches; 32 MiB where the kernel does not say."""
+    sizes = [
+        int(text[:-1]) * 2**10
+        for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+        if (text := file.read_text().strip()).endswith("K")
+    ]
+    return max(sizes, default=32 * 2**20)
+
+
+def _seconds(chain: Callable[[int], None], count: int) -> float:
+    began = time.perf_counter()
+    chain(count)
+    return time.perf_counter() - began

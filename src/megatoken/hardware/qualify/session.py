@@ -1,0 +1,203 @@
+"""A qualification: its tests one after the other, what each returned, the verdicts, and the answer."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatoken.engine.gpus import gpus
+from megatoken.errors import ExitCode
+from megatoken.hardware.inventory import take_inventory
+from megatoken.hardware.qualify.answer import answer
+from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest
+from megatoken.hardware.qualify.gpu_parts import part_name
+from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge, worst
+from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
+from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, Earlier, band, read_baseline
+from megatoken.hardware.qualify.values import Setting, Value
+from megatoken.text import utc_now
+
+CAPPED_SHARE = 0.98
+
+
+def qualify(
+    tests: Sequence[HardwareTest],
+    setting: Setting,
+    device: Device,
+    *,
+    full: bool = False,
+    baseline: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Run tests and yield the document after each of them, the last one complete.
+
+    Args:
+        tests: see ``choose``.
+        setting: one of ``SETTINGS`` or another.
+        device: which form of the tests.
+        full: whether tests may take the time of the full set.
+        baseline: ``qualify.json`` of an earlier qualification of this machine.
+        progress: called with the number of tests that have ended, and of all.
+
+    Some tests run a second time after the others, so that a drift of the machine shows in their windows; so does a test
+    that failed only because it was slow. If its two runs differ, its values are noisy, and noisy values do not fail.
+
+    Raises:
+        UsageError: ``baseline`` cannot be used.
+    """
+    machine = take_inventory()
+    part = part_of(machine, device)
+    capped = power_cap(machine, part, device)
+    earlier = {} if baseline is None else read_baseline(baseline, part)
+    began = time.monotonic()
+    measured: dict[str, float] = {}
+    document: dict[str, Any] = {
+        "kind": KIND,
+        "schema_version": SCHEMA_VERSION,
+        "created_at": utc_now(),
+        "title": f"Qualification of {part}",
+        "inputs": [] if baseline is None else [str(baseline)],
+        "notes": [capped] if capped else [],
+        "set": "full" if full else "quick",
+        "device": part,
+        "machine": machine,
+    }
+    runs: list[list[Ended]] = [[] for _ in tests]
+    queue, first_round = deque(range(len(tests))), True
+    while queue:
+        if progress:
+            progress(sum(map(len, runs)), sum(map(len, runs)) + len(queue))
+        index = queue.popleft()
+        limit = tests[index].limit_seconds * (FULL_LIMIT_FACTOR if full else 1)
+        ended = run_alone(tests[index], replace(setting, measured=dict(measured)), limit)
+        outcomes = [one.outcome for one in ended.returned]
+        measured |= {one.name: one.median for one in outcomes if isinstance(one, Value) and one.windows}
+        runs[index].append(ended)
+        results = [
+            _test_entry(test, of_test, "" if capped else part, earlier)
+            for test, of_test in zip(tests, runs, strict=True)
+            if of_test
+        ]
+        if not queue and first_round:
+            first_round = False
+            queue.extend(index for index, test in enumerate(tests) if test.twice or _is_slow(results[index]))
+        document = document | {
+            "complete": not queue,
+            "seconds": time.monotonic() - began,
+            "verdict": worst([result["verdict"] for result in results]),
+            "tests": results,
+        }
+        yield document | {"answer": answer(document)}
+
+
+def exit_code(document: dict[str, Any]) -> ExitCode:
+    """0 if nothing failed; 3 if a value failed; 4 if a whole test did not run."""
+    verdicts = [test["verdict"] for test in document["tests"]]
+    if Verdict.FAIL in verdicts:
+        return ExitCode.INVALID
+    return ExitCode.DEGRADED if Verdict.NOT_RUN in verdicts or not document["complete"] else ExitCode.OK
+
+
+def part_of(machine: dict[str, Any], device: Device) -> str:
+    """The name that references are found by: of the GPU as in gpu_specs.csv if it is there, else the processor's."""
+    if device == "cpu":
+        return f"{machine['cpu']['model'] or machine['machine']}, {machine['cpu']['usable_cores']} cores"
+    names = [gpu["name"] for gpu in machine["gpus"]] or _driver_names()
+    return part_name(names[0]) if names and names[0] else "an unknown GPU"
+
+
+def power_cap(machine: dict[str, Any], part: str, device: Device) -> str | None:
+    """Why published values do not apply: the GPU's power limit is below that of its data sheet. None if it is not."""
+    sheet = gpus().get(part)
+    limit = machine["gpus"][0]["power_limit_watts"] if device == "gpu" and machine["gpus"] else None
+    if sheet is None or limit is None or limit >= CAPPED_SHARE * sheet.power_limit_watts:
+        return None
+    return (
+        f"The power limit is {limit:.0f} W, below the {sheet.power_limit_watts:.0f} W of the data sheet, so published "
+        "values do not apply. That is a setting, not a fault."
+    )
+
+
+def _driver_names() -> list[str]:
+    """Names of the GPUs by the driver's files, for machines without nvidia-ml-py."""
+    return [
+        line.partition(":")[2].strip()
+        for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        for line in file.read_text().splitlines()
+        if line.startswith("Model:")
+    ]
+
+
+def _test_entry(
+    test: HardwareTest, runs: Sequence[Ended], part: str, earlier: dict[tuple[str, str], Earlier]
+) -> dict[str, Any]:
+    values = [_value_entry(one, part, earlier) for one in merged(runs)]
+    fault = next((run.fault for run in runs if run.fault is not None), None)
+    if fault is None and not values:
+        fault = "returned no value"
+    return {
+        "name": test.name,
+        "title": test.title,
+        "verdict": Verdict.FAIL if fault is not None else _verdict_of(values),
+        "fault": fault,
+        "seconds": sum(run.seconds for run in runs),
+        "runs": len(runs),
+        "values": values,
+    }
+
+
+def merged(runs: Sequence[Ended]) -> list[Returned]:
+    """What all runs of a test returned: each value with the windows of all, and the longest wait for cores."""
+    found: dict[str, Returned] = {}
+    for one in (one for run in runs for one in run.returned):
+        before = found.get(one.outcome.name)
+        if before is not None and isinstance(before.outcome, Value) and isinstance(one.outcome, Value):
+            windows = [*before.outcome.windows, *one.outcome.windows]
+            waits = [wait for wait in (before.core_wait_share, one.core_wait_share) if wait is not None]
+            one = Returned(replace(one.outcome, windows=windows), max(waits, default=None))
+        found[one.outcome.name] = one
+    return list(found.values())
+
+
+def _is_slow(result: dict[str, Any]) -> bool:
+    """Whether values fail although nothing crashed and no result is wrong."""
+    failed = [value["better"] for value in result["values"] if value["verdict"] is Verdict.FAIL]
+    return result["fault"] is None and bool(failed) and "zero" not in failed
+
+
+def _verdict_of(values: list[dict[str, Any]]) -> Verdict:
+    """The worst of the values that ran; NOT RUN only if none did."""
+    verdicts: list[Verdict] = [value["verdict"] for value in values]
+    return worst([verdict for verdict in verdicts if verdict is not Verdict.NOT_RUN] or verdicts)
+
+
+def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str], Earlier]) -> dict[str, Any]:
+    outcome = one.outcome
+    entry: dict[str, Any] = {"name": outcome.name, "title": outcome.title}
+    if not isinstance(outcome, Value):
+        not_run = judge(outcome, None, None, noisy=False)
+        return entry | {"verdict": not_run.verdict, "reason": not_run.reason}
+    noisy = is_noisy(outcome, one.core_wait_share)
+    published, before = band(part, outcome.name, outcome.unit), earlier.get((outcome.name, outcome.unit))
+    judged = judge(outcome, published, before, noisy=noisy)
+    bound = outcome.bound
+    return entry | {
+        "unit": outcome.unit,
+        "better": outcome.better,
+        "median": outcome.median if outcome.windows else None,
+        "spread": outcome.spread if outcome.windows else None,
+        "windows": list(outcome.windows),
+        "core_wait_share": one.core_wait_share,
+        "noisy": noisy,
+        "bound": bound and {"value": bound.value, "formula": bound.formula, "certain": bound.certain},
+        "share": outcome.share if outcome.windows else None,
+        "band": published and {"lowest": published.lowest, "highest": published.highest, "sources": published.sources},
+        "baseline": before and before.median,
+        "note": outcome.note,
+        "verdict": judged.verdict,
+        "reason": judged.reason,
+    }

@@ -1,0 +1,41 @@
+"""The matrix products of a decoder layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatoken.engine.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``y [M, outputs] = x [M, inputs] W^T``."""
+
+    name: str
+    outputs: int
+    inputs: int
+
+    def operations(self, tokens: int) -> int:
+        """Floating-point, of ``tokens`` tokens."""
+        return 2 * tokens * self.outputs * self.inputs
+
+    def moved_bytes(self, tokens: int, item: int) -> int:
+        """Weight and input of ``item`` bytes an element, output in bf16."""
+        return (self.outputs + tokens) * self.inputs * item + 2 * tokens * self.outputs
+
+
+def products_of(model: ModelConfig) -> list[Product]:
+    """A layer's, in their order."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    hidden, feed_forward = model.hidden_size, model.intermediate_size
+    return [
+        Product("qkv", queries + 2 * keys, hidden),
+        Product("output", hidden, queries),
+        Product("gate_up", 2 * feed_forward, hidden),
+        Product("down", hidden, feed_forward),
+    ]
+
+
+def bound_seconds(product: Product, tokens: int, item: int, operations_rate: float, bytes_rate: float) -> float:
+    """The least time: operations or bytes at the given rates (per second), whichever takes longer."""
+    return max(product.operations(tokens) / operations_rate, product.moved_bytes(tokens, item) / bytes_rate)

@@ -1,0 +1,115 @@
+"""What a test returns: measured values with units and bounds, or why it did not run; and how hard it is to try."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+NORMAL_MAD = 1.4826
+"""The median distance from the median times this is the standard deviation of normally distributed values."""
+NOISY_SPREAD = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What no healthy machine exceeds, in the unit of its value, and where it comes from.
+
+    ``certain``: by data sheet or instruction set, so that a value above it is an error of the measurement. Otherwise it
+    was measured, and the value is only stated as a share of it.
+    """
+
+    value: float
+    formula: str
+    certain: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One figure: the same quantity measured in several windows.
+
+    Attributes:
+        name: stays the same between versions; references and baselines are found by it.
+        title: for people.
+        unit: of ``windows`` and ``bound``.
+        windows: one value per window of time, in order.
+        better: which direction is good; ``zero``: any other value is a fault; empty: recorded only.
+        bound: None: none is known.
+        note: what a reader must know about it.
+    """
+
+    name: str
+    title: str
+    unit: str
+    windows: Sequence[float]
+    better: Literal["higher", "lower", "zero", ""] = "higher"
+    bound: Bound | None = None
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        """Of the windows."""
+        return statistics.median(self.windows)
+
+    @property
+    def spread(self) -> float:
+        """Robust standard deviation of the windows over their median; 0 for one window or a median of 0."""
+        if not self.median:
+            return 0.0
+        return NORMAL_MAD * statistics.median(abs(one - self.median) for one in self.windows) / abs(self.median)
+
+    @property
+    def share(self) -> float | None:
+        """Measured over bound, or bound over measured where lower is better; None without a bound."""
+        if self.bound is None or not self.median or not self.bound.value:
+            return None
+        return self.bound.value / self.median if self.better == "lower" else self.median / self.bound.value
+
+
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """A value, or all of a test, that could not be measured: why, and how to enable it."""
+
+    name: str
+    title: str
+    reason: str
+    enable: str
+
+
+Outcome: TypeAlias = Value | NotRun
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How long and how large a test is, and what it may use.
+
+    Attributes:
+        seconds: of timed windows for each value.
+        warm_up_seconds: before them.
+        windows: for each value.
+        sides: of square matrix products.
+        buffer_bytes: of each buffer that is read or written.
+        pattern_bytes: of memory that the pattern test fills.
+        file_bytes: of the file that the disk test writes.
+        repeats: of a computation whose results must be equal.
+        power_seconds: of the sustained load on a GPU.
+        folder: on the disk to test.
+        measured: medians of the tests before, by name.
+    """
+
+    seconds: float
+    warm_up_seconds: float
+    windows: int
+    sides: tuple[int, ...]
+    buffer_bytes: int
+    pattern_bytes: int
+    file_bytes: int
+    repeats: int
+    power_seconds: float
+    folder: Path = Path()
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+
+Outcomes: TypeAlias = Iterator[Outcome]

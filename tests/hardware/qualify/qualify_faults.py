@@ -1,0 +1,114 @@
+"""Tests that go wrong in every way, called in processes of their own by the tests of qualify."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+
+from megatoken.errors import CapacityError
+from megatoken.hardware.qualify.exact import (
+    different_elements,
+    fill_pattern,
+    repeated_products,
+    small_integers,
+    wrong_rows,
+    wrong_words,
+)
+from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
+
+
+def steady(setting: Setting) -> Outcomes:
+    """A rate and an error count without a fault, and the tests before."""
+    yield Value("rate", "Rate", "GB/s", [100.0, 101.0, 99.0], bound=Bound(200.0, "data sheet"))
+    yield Value("errors", "Errors", "errors", [0], "zero")
+    yield Value("measured_before", "Values measured before", "values", [len(setting.measured)], "")
+
+
+def slow(setting: Setting) -> Outcomes:
+    """The same rate on a slower machine."""
+    yield Value("rate", "Rate", "GB/s", [60.0, 61.0, 59.0], bound=Bound(200.0, "data sheet"))
+
+
+def impossible(setting: Setting) -> Outcomes:
+    """Above its bound: an error of units."""
+    yield Value("rate", "Rate", "GB/s", [2000.0], bound=Bound(200.0, "data sheet"))
+
+
+def not_run(setting: Setting) -> Outcomes:
+    """Says why."""
+    yield NotRun("rate", "Rate", "no such device", "plug one in")
+
+
+def no_room(setting: Setting) -> Outcomes:
+    """Raises what the engine raises where a model does not fit."""
+    raise CapacityError("model does not fit; take a smaller one")
+    yield
+
+
+def broken(setting: Setting) -> Outcomes:
+    """Fails after its first value."""
+    yield Value("rate", "Rate", "GB/s", [100.0])
+    raise RuntimeError("illegal memory access")
+
+
+def hang(setting: Setting) -> Outcomes:
+    """Never returns after its first value."""
+    yield Value("rate", "Rate", "GB/s", [100.0])
+    time.sleep(1000)
+
+
+def crash(setting: Setting) -> Outcomes:
+    """Ends like a kernel that reads where it must not."""
+    yield Value("rate", "Rate", "GB/s", [100.0])
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def flipped_product(setting: Setting) -> Outcomes:
+    """A product of whole numbers with one wrong bit in one element."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (small_integers(64, 64, generator, torch.device("cpu")) for _ in range(2))
+    c = a @ b
+    c.view(torch.int32)[17, 5] ^= 1 << 23
+    yield Value("exact", "Product of whole numbers", "wrong", [wrong_rows(a, b, c, generator)], "zero")
+
+
+def flipped_repeat(setting: Setting) -> Outcomes:
+    """A product whose last bit differs once."""
+    results = iter([torch.ones(8), *(torch.ones(8) for _ in range(setting.repeats - 1)), torch.ones(8)])
+
+    def product() -> torch.Tensor:
+        result = next(results)
+        product.calls += 1  # type: ignore[attr-defined]
+        if product.calls == 3:  # type: ignore[attr-defined]
+            result.view(torch.int32)[2] ^= 1
+        return result
+
+    product.calls = 0  # type: ignore[attr-defined]
+    yield repeated_products(product, "fp32", setting)
+
+
+def flipped_memory(setting: Setting) -> Outcomes:
+    """Memory in which one bit changes between writing and reading."""
+    buffer = torch.empty(5000, dtype=torch.int32)
+    fill_pattern(buffer, 7)
+    buffer[1234] ^= 1 << 30
+    yield Value("memory_pattern", "Pattern", "wrong", [wrong_words(buffer, 7)], "zero")
+
+
+def flipped_copy(setting: Setting) -> Outcomes:
+    """A copy with one wrong bit, which makes a number into the other zero."""
+    source = torch.zeros(100)
+    copy = source.clone()
+    copy[3] = -0.0
+    yield Value("copy_errors", "Copy", "wrong", [different_elements(source, copy)], "zero")
+
+
+def slow_once(setting: Setting) -> Outcomes:
+    """Slow when it runs first, and then as fast as always."""
+    mark = setting.folder / "ran before"
+    rate = 100.0 if mark.exists() else 60.0
+    mark.touch()
+    yield Value("rate", "Rate", "GB/s", [rate, rate, rate])

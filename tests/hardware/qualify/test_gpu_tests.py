@@ -1,0 +1,141 @@
+"""The GPU's tests on a CPU: the same code on small sizes, with the CPU's clock in place of the device's events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatoken.engine.config import SHAPES
+from megatoken.hardware.qualify.timing import call_seconds
+from megatoken.hardware.qualify.values import NotRun, Outcome, Setting, Value
+
+pytest.importorskip("triton")
+from megatoken.hardware.qualify import (
+    exact,
+    gpu_kernels,
+    gpu_memory,
+    gpu_power,
+    gpu_products,
+    gpu_timing,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: list[ModuleType] = [gpu_products, gpu_timing, gpu_memory, gpu_kernels, gpu_power]
+    for module in modules:
+        monkeypatch.setattr(module, "DEVICE", CPU)
+        monkeypatch.setattr(module, "gpu_seconds", call_seconds)
+    for module in (gpu_products, gpu_power, exact):
+        monkeypatch.setattr(module, "gpu_obstacle", lambda scheme: None)
+    for name in ("set_device", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    small = replace(SHAPES["tiny"], hidden_size=64, intermediate_size=96, heads=2)
+    for module in (gpu_products, gpu_power):
+        monkeypatch.setattr(module, "SHAPES", {"llama2-70b": small, "llama3.1-8b": small})
+
+
+def values(run: Callable[[Setting], object], setting: Setting) -> dict[str, Outcome]:
+    return {one.name: one for one in run(setting)}  # type: ignore[attr-defined]
+
+
+def test_products_have_the_bounds_of_the_data_sheet(tiny: Setting) -> None:
+    found = values(gpu_products.gemm, tiny)
+    assert list(found) == ["gemm_bf16_64", "gemm_fp8_64"]
+    bounds = [one.bound.value for one in found.values() if isinstance(one, Value) and one.bound]
+    assert bounds == [989.0, 1979.0]
+
+
+def test_layers_of_few_tokens_are_bound_by_bytes(tiny: Setting) -> None:
+    found = values(gpu_products.layer_products, tiny)
+    assert {name.removeprefix("layer_products_fp8_") for name in found} == {
+        f"{shape}_{tokens}" for shape in ("llama2-70b", "llama3.1-8b") for tokens in (64, 1536)
+    }
+    few, many = (found[f"layer_products_fp8_llama2-70b_{tokens}"] for tokens in (64, 1536))
+    assert isinstance(few, Value) and isinstance(many, Value) and few.bound and many.bound
+    assert few.bound.value < many.bound.value < 1979.0
+
+
+def test_zeros_are_zeros_and_the_ratio_is_of_both_rates(tiny: Setting) -> None:
+    weights = gpu_products.Weights("tensor", gpu_products.products_of(SHAPES["tiny"])[:1], 1, zeros=True)
+    assert not weights.values[0][0].float().any() and not weights.call(0, 16)(0).any()
+    found = values(gpu_products.zeros, tiny)
+    random, zero, ratio = (found[name] for name in ("gemm_fp8_random", "gemm_fp8_zeros", "random_over_zeros"))
+    assert isinstance(random, Value) and isinstance(zero, Value) and isinstance(ratio, Value)
+    assert ratio.windows[0] == pytest.approx(random.windows[0] / zero.windows[0])
+
+
+def test_memory_is_rated_by_the_bytes_of_each_pattern(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "gpu_seconds", lambda run, setting: [run() or 1e-3])
+    found = values(gpu_memory.hbm, replace(tiny, buffer_bytes=2**16))
+    rates = {name: one.median for name, one in found.items() if isinstance(one, Value)}
+    one = 2**16 / 1e9 / 1e-3
+    assert rates == pytest.approx({"hbm_read": one, "hbm_write": one, "hbm_copy": 2 * one, "hbm_triad": 3 * one})
+    first = found["hbm_read"]
+    assert isinstance(first, Value) and first.bound and first.bound.value == 4800.0
+
+
+def test_kernels_of_the_engine_run(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SEQUENCES": 2, "CONTEXT": 64, "HEADS": 8, "HEAD_DIM": 32}.items():
+        monkeypatch.setattr(gpu_kernels, name, value)
+    for name, value in {"KV_HEADS": 1, "TOKENS": 2, "HIDDEN": 64, "FEED_FORWARD": 64}.items():
+        monkeypatch.setattr(gpu_kernels, name, value)
+    monkeypatch.setattr(gpu_kernels, "gpu_seconds", lambda run, setting: [run() is None or 1e-3])
+    assert list(values(gpu_kernels.kernels, tiny)) == ["decode_attention", "add_rms_norm", "silu_mul"]
+
+
+def test_exact_products_in_fp8_and_bf16_are_exact(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.device
+    monkeypatch.setattr(exact.torch, "device", lambda *name: real("cpu"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**16, 2**20))
+    found = values(exact.on_gpu, tiny)
+    assert list(found) == ["exact_bf16", "repeat_bf16", "exact_fp8", "repeat_fp8", "memory_pattern"]
+    assert [one.windows for one in found.values() if isinstance(one, Value)] == [[0]] * 5
+
+
+class Nvml:
+    """The part of pynvml that gives the reasons of low clocks."""
+
+    class NVMLError(Exception):
+        """As in pynvml."""
+
+    def __init__(self, reasons: int) -> None:
+        self.reasons = reasons
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: object) -> int:  # noqa: N802
+        """The mask."""
+        return self.reasons
+
+
+@pytest.mark.parametrize(
+    ("reasons", "faults"),
+    [(0x4, []), (0x4 | 0x20, ["software thermal"]), (0x48, ["hardware slow-down", "hardware thermal"])],
+)
+def test_a_power_cap_is_no_slow_down_but_heat_is(reasons: int, faults: list[str]) -> None:
+    sampler = gpu_power.ReasonSampler(Nvml(reasons), object())
+    sampler.start()
+    while not sampler.seen:
+        time.sleep(0.01)
+    sampler.stop()
+    assert [words for bit, words in gpu_power.HARMFUL_REASONS.items() if sampler.seen & bit] == faults
+
+
+def test_without_nvml_the_rate_is_measured_and_power_is_not_run(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_power, "repeat_for", lambda seconds, run: (run(), 1.0))
+    monkeypatch.setattr(gpu_power, "device_uuid", lambda: "GPU-0")
+    monkeypatch.setitem(gpu_power.nvml_handle.__globals__, "import_module", _no_module)
+    rate, power = list(gpu_power.power(tiny))
+    assert isinstance(rate, Value) and rate.median > 0
+    assert isinstance(power, NotRun) and power.reason == "nvidia-ml-py is not installed"
+
+
+def _no_module(name: str) -> ModuleType:
+    raise ImportError(name)

@@ -1,0 +1,163 @@
+"""Verdicts on values."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatoken.engine.gpus import gpus
+from megatoken.errors import UsageError
+from megatoken.hardware.qualify.gpu_parts import part_name
+from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge
+from megatoken.hardware.qualify.references import Band, Earlier, _published, band, read_baseline
+from megatoken.hardware.qualify.session import power_cap
+from megatoken.hardware.qualify.values import Bound, NotRun, Value
+
+BAND = Band(95.0, 103.0, ("somewhere",))
+
+
+def rate(*windows: float, better: str = "higher", bound: Bound | None = None) -> Value:
+    return Value("rate", "Rate", "GB/s", windows, better, bound)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("median", "verdict"), [(200.0, "PASS"), (95.0, "PASS"), (94.9, "MARGINAL"), (90.3, "MARGINAL"), (90.2, "FAIL")]
+)
+def test_a_value_below_its_band_is_marginal_and_then_fails(median: float, verdict: str) -> None:
+    assert judge(rate(median), BAND, None, noisy=False).verdict == verdict
+
+
+@pytest.mark.parametrize(("median", "verdict"), [(1.0, "PASS"), (103.1, "MARGINAL"), (108.2, "FAIL")])
+def test_a_latency_above_its_band_is_marginal_and_then_fails(median: float, verdict: str) -> None:
+    assert judge(rate(median, better="lower"), BAND, None, noisy=False).verdict == verdict
+
+
+def test_a_slow_value_that_is_noisy_does_not_fail() -> None:
+    judged = judge(rate(50.0), BAND, None, noisy=True)
+    assert judged.verdict == Verdict.MARGINAL
+    assert "noisy" in judged.reason
+
+
+def test_above_its_bound_a_value_is_an_error_of_the_measurement_even_if_noisy() -> None:
+    sheet = Bound(100.0, "8 x 12.5")
+    assert judge(rate(101.9, bound=sheet), None, None, noisy=True).verdict == Verdict.NO_REFERENCE
+    judged = judge(rate(102.1, bound=sheet), BAND, None, noisy=True)
+    assert judged.verdict == Verdict.FAIL
+    assert "8 x 12.5" in judged.reason
+    assert judge(rate(99.0, better="lower", bound=sheet), None, None, noisy=False).verdict == Verdict.NO_REFERENCE
+    assert judge(rate(97.0, better="lower", bound=sheet), None, None, noisy=False).verdict == Verdict.FAIL
+    measured = Bound(100.0, "measured", certain=False)
+    assert judge(rate(150.0, bound=measured), None, None, noisy=False).verdict == Verdict.NO_REFERENCE
+
+
+def test_one_error_in_any_window_fails() -> None:
+    assert judge(rate(0, 0, better="zero"), None, None, noisy=True).verdict == Verdict.PASS
+    assert judge(rate(0, 1, better="zero"), None, None, noisy=True).verdict == Verdict.FAIL
+
+
+@pytest.mark.parametrize("windows", [(), (math.nan,), (1.0, math.inf)])
+def test_no_number_fails(windows: tuple[float, ...]) -> None:
+    assert judge(rate(*windows), BAND, None, noisy=False).verdict == Verdict.FAIL
+
+
+def test_what_did_not_run_never_passes() -> None:
+    judged = judge(NotRun("rate", "Rate", "no device", "plug one in"), BAND, None, noisy=False)
+    assert judged.verdict == Verdict.NOT_RUN
+    assert judged.reason == "no device; plug one in"
+
+
+def test_a_baseline_allows_what_noise_explains() -> None:
+    assert judge(rate(96.0), None, Earlier(100.0, 0.0), noisy=False).verdict == Verdict.PASS
+    assert judge(rate(92.0), None, Earlier(100.0, 0.0), noisy=False).verdict == Verdict.MARGINAL
+    assert judge(rate(85.0), None, Earlier(100.0, 0.0), noisy=False).verdict == Verdict.FAIL
+    assert judge(rate(85.0), None, Earlier(100.0, 0.05), noisy=False).verdict == Verdict.PASS
+
+
+@given(st.floats(1.0, 1e6), st.floats(0.0, 0.2))
+def test_a_value_passes_against_itself(median: float, spread: float) -> None:
+    assert judge(rate(median), None, Earlier(median, spread), noisy=False).verdict == Verdict.PASS
+
+
+def test_the_worse_of_band_and_baseline_counts() -> None:
+    assert judge(rate(96.0), BAND, Earlier(200.0, 0.0), noisy=False).verdict == Verdict.FAIL
+    assert judge(rate(50.0), BAND, Earlier(50.0, 0.0), noisy=False).verdict == Verdict.FAIL
+
+
+def test_a_value_without_a_direction_is_recorded_only() -> None:
+    assert judge(rate(1.0, better=""), BAND, Earlier(100.0, 0.0), noisy=False).verdict == Verdict.NO_REFERENCE
+
+
+def test_noise_is_spread_or_contention_but_never_of_error_counts() -> None:
+    assert not is_noisy(rate(100, 101, 99), 0.0)
+    assert is_noisy(rate(100, 120, 80), 0.0)
+    assert is_noisy(rate(100, 101, 99), 0.06)
+    assert not is_noisy(rate(0, 5, 9, better="zero"), 0.5)
+
+
+def test_a_band_reaches_around_all_published_values() -> None:
+    found = band("H200", "gemm_fp8_8192", "TFLOP/s")
+    assert found is not None
+    assert found.lowest == pytest.approx(0.95 * 1269.4)
+    assert found.highest == pytest.approx(1.03 * 1300.6)
+    assert len(found.sources) == 2
+    assert band("H200", "gemm_fp8_8192", "GFLOP/s") is None
+    assert band("a laptop", "gemm_fp8_8192", "TFLOP/s") is None
+
+
+def test_no_published_value_exceeds_its_data_sheet() -> None:
+    for (part, name, unit), values in _published().items():
+        sheet = gpus()[part]
+        if name.startswith("hbm_"):
+            assert unit == "GB/s"
+            assert max(value for value, _ in values) < sheet.memory_bytes_per_second / 1e9
+        if name.startswith("gemm_"):
+            precision = "fp8" if "fp8" in name else "bf16"
+            assert unit == "TFLOP/s"
+            assert max(value for value, _ in values) < sheet.operations_per_second[precision] / 1e12  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"),
+        ("NVIDIA H100 PCIe", "NVIDIA H100 PCIe"),
+        ("NVIDIA H200 NVL", "NVIDIA H200 NVL"),
+        ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"),
+    ],
+)
+def test_only_the_parts_of_the_data_sheets_have_references(name: str, part: str) -> None:
+    assert part_name(name) == part
+
+
+def test_a_power_cap_is_a_fact_and_published_values_do_not_apply() -> None:
+    def machine(watts: float) -> dict[str, object]:
+        return {"gpus": [{"name": "NVIDIA H200", "power_limit_watts": watts}]}
+
+    assert power_cap(machine(700.0), "H200", "gpu") is None
+    assert "500 W" in str(power_cap(machine(500.0), "H200", "gpu"))
+    assert power_cap(machine(500.0), "a laptop", "gpu") is None
+    assert power_cap({"gpus": []}, "H200", "gpu") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("not json", "not JSON"),
+        ('{"kind": "audit", "schema_version": 1}', "not a qualify.json"),
+        (json.dumps({"kind": "qualify", "schema_version": 1, "device": "H100", "tests": []}), "is about H100"),
+    ],
+)
+def test_a_baseline_that_does_not_fit_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "qualify.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read_baseline(path, "H200")

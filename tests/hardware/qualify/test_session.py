@@ -1,0 +1,181 @@
+"""Whole qualifications: processes that are really started, faults that are really there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatoken.errors import ExitCode, UsageError
+from megatoken.files import plain, to_json
+from megatoken.hardware.qualify import catalog, processor
+from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, HardwareTest, choose
+from megatoken.hardware.qualify.session import exit_code, qualify
+from megatoken.hardware.qualify.values import Setting
+from megatoken.report.documents import checked
+from megatoken.report.page import page
+from megatoken.report.views import document_view
+
+FAST = {"cpu": ["memory", "gemm", "layers", "exact", "latency", "kernels", "disk"]}
+
+
+def fault(name: str, limit_seconds: float = 60.0) -> HardwareTest:
+    return HardwareTest(name, f"Test {name}", f"qualify_faults:{name}", limit_seconds)
+
+
+def run(*names: str, setting: Setting, limit_seconds: float = 60.0, baseline: Path | None = None) -> dict[str, Any]:
+    tests = [fault(name, limit_seconds) for name in names]
+    *_, document = qualify(tests, setting, "cpu", baseline=baseline)
+    return document
+
+
+def test_a_healthy_machine_has_no_fault_and_later_tests_know_what_was_measured(tiny: Setting) -> None:
+    document = run("steady", "steady", setting=tiny)
+    assert [test["verdict"] for test in document["tests"]] == ["PASS", "PASS"]
+    assert document["tests"][1]["values"][2]["median"] == 3
+    assert document["complete"]
+    assert document["answer"][0].startswith("No fault was found: 2 values pass")
+    assert exit_code(document) == ExitCode.OK
+    rate = document["tests"][0]["values"][0]
+    assert (rate["median"], rate["share"], rate["bound"]["formula"]) == (100.0, 0.5, "data sheet")
+    assert rate["spread"] == pytest.approx(0.014826)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("impossible", 1, "measurement error: 1000% of what is possible"),
+        ("broken", 1, "RuntimeError: illegal memory access"),
+        ("crash", 1, "was ended by SIGSEGV"),
+        ("flipped_product", 1, "1 wrong; expected 0"),
+        ("flipped_repeat", 1, "1 wrong; expected 0"),
+        ("flipped_memory", 1, "1 wrong; expected 0"),
+        ("flipped_copy", 1, "1 wrong; expected 0"),
+    ],
+)
+def test_every_fault_is_found_and_named(name: str, values: int, words: str, tiny: Setting) -> None:
+    document = run(name, setting=tiny)
+    (test,) = document["tests"]
+    assert len(test["values"]) == values
+    assert document["verdict"] == test["verdict"] == "FAIL"
+    assert words in document["answer"][0]
+    assert exit_code(document) == ExitCode.INVALID
+
+
+def test_a_hanging_test_is_stopped_and_the_others_run(tiny: Setting) -> None:
+    document = run("hang", "steady", setting=tiny, limit_seconds=2.0)
+    hanging, steady = document["tests"]
+    assert hanging["fault"] == "did not end within 2 s and was stopped"
+    assert hanging["values"][0]["median"] == 100.0
+    assert steady["verdict"] == "PASS"
+
+
+@pytest.mark.parametrize(("name", "reason"), [("not_run", "no such device; plug one in"), ("no_room", "does not fit")])
+def test_what_could_not_run_is_neither_a_pass_nor_a_fault(name: str, reason: str, tiny: Setting) -> None:
+    document = run("steady", name, setting=tiny)
+    assert document["tests"][1]["verdict"] == "NOT RUN"
+    assert reason in document["tests"][1]["values"][0]["reason"]
+    assert exit_code(document) == ExitCode.DEGRADED
+
+
+def test_a_slow_value_fails_against_the_baseline_of_the_same_machine(tiny: Setting, tmp_path: Path) -> None:
+    saved = tmp_path / "earlier.json"
+    saved.write_text(to_json(run("steady", setting=tiny)))
+    (test,) = run("slow", setting=tiny, baseline=saved)["tests"]
+    assert test["values"][0]["baseline"] == 100.0
+    if not test["values"][0]["noisy"]:  # other work on this machine
+        assert test["verdict"] == "FAIL"
+        assert "the baseline had 100 GB/s" in test["values"][0]["reason"]
+
+
+def test_a_value_that_is_slow_once_is_noisy_and_no_fault(tiny: Setting, tmp_path: Path) -> None:
+    saved = tmp_path / "earlier.json"
+    saved.write_text(to_json(run("steady", setting=tiny)))
+    (test,) = run("slow_once", setting=tiny, baseline=saved)["tests"]
+    (value,) = test["values"]
+    assert value["noisy"]
+    if test["runs"] == 1:  # other work on this machine made it noisy at once
+        assert test["verdict"] == "MARGINAL"
+    else:
+        assert (test["verdict"], value["windows"]) == ("PASS", [60.0] * 3 + [100.0] * 3)
+
+
+def test_a_test_that_runs_twice_shows_drift(tiny: Setting) -> None:
+    twice = replace(fault("slow_once"), twice=True)
+    *_, first, document = qualify([twice, fault("steady")], tiny, "cpu")
+    assert not first["complete"] and document["complete"]
+    drifting, steady = document["tests"]
+    assert (drifting["runs"], steady["runs"]) == (2, 1)
+    assert drifting["values"][0]["median"] == 80.0
+    assert drifting["values"][0]["noisy"]
+
+
+def test_an_interrupted_qualification_keeps_the_tests_that_ended(tiny: Setting) -> None:
+    documents = qualify([fault("steady"), fault("hang")], tiny, "cpu")
+    first = next(documents)
+    documents.close()
+    assert not first["complete"]
+    assert exit_code(first) == ExitCode.DEGRADED
+    assert "interrupted" in page(document_view(checked(plain(first))))
+
+
+def test_all_tests_of_a_cpu_run_and_return_what_they_promise(tiny: Setting) -> None:
+    """Whole steps of the engine take longer, so they have a test of their own."""
+    tests = choose(TESTS["cpu"], FAST["cpu"], full=False)
+    *_, document = qualify(tests, tiny, "cpu")
+    found = {value["name"]: value for test in document["tests"] for value in test["values"]}
+    assert [test["fault"] for test in document["tests"]] == [None] * len(tests)
+    assert {"memory_read", "memory_triad", "gemm_fp32_64_one_core", "memory_pattern", "decode_attention"} <= set(found)
+    assert found["memory_pattern"]["verdict"] == found["exact_fp32"]["verdict"] == "PASS"
+    assert all(value["median"] > 0 for value in found.values() if value.get("better") in ("higher", "lower"))
+    json.dumps(plain(document), allow_nan=False)
+    made = page(document_view(checked(plain(document))))
+    assert "Memory triad" in made and "Bounds and sources" in made and "Hardware and software" in made
+
+
+def test_every_test_of_every_form_names_a_function() -> None:
+    from importlib import import_module
+
+    for tests in TESTS.values():
+        assert len({test.name for test in tests}) == len(tests)
+        for test in tests:
+            module, _, name = test.function.partition(":")
+            assert callable(getattr(import_module(module), name))
+    assert SETTINGS.keys() == TESTS.keys()
+
+
+def test_unknown_tests_are_refused_with_the_nearest() -> None:
+    assert [test.name for test in choose(TESTS["cpu"], ["disk"], full=False)] == ["facts", "disk"]
+    with pytest.raises(UsageError, match="did you mean latency"):
+        choose(TESTS["cpu"], ["latncy"], full=False)
+
+
+def test_the_bound_of_a_product_is_cores_times_instructions_times_clock(
+    tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = replace(tiny, measured={"core_clock": 2.5})
+    monkeypatch.setattr(processor, "cpu", lambda: {"instruction_sets": ["avx2", "avx512f", "amx_bf16"]})
+    for dtype, operations in (("fp32", 64), ("bf16", 2048)):
+        bound = processor.peak(dtype, 4, measured)
+        assert bound is not None
+        assert bound.value == 4 * operations * 2.5
+    assert processor.peak("fp32", 4, tiny) is None
+    monkeypatch.setattr(processor, "cpu", lambda: {"instruction_sets": []})
+    assert processor.peak("fp32", 4, measured) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "visible", "device"), [("nvidia0", None, "gpu"), ("nvidia0", "", "cpu"), ("null", None, "cpu")]
+)
+def test_the_form_follows_the_driver_and_what_is_visible(
+    file: str, visible: str | None, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (tmp_path / file).touch()
+    assert catalog.device_here() == device

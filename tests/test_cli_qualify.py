@@ -1,0 +1,69 @@
+"""``megatoken qualify`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from cli_support import TIMEOUT_SECONDS, call_here, started
+
+
+def test_a_qualification_prints_the_answer_and_saves_document_and_page(tmp_path: Path) -> None:
+    out_file = tmp_path / "new" / "mine.json"
+    code, out, err = call_here("qualify", "--tests", "disk", "--disk", tmp_path, "--out", out_file)
+    assert (code, err) in ((0, ""), (4, ""))  # 4: a file system without O_DIRECT
+    document = json.loads(out_file.read_text())
+    assert [test["name"] for test in document["tests"]] == ["facts", "disk"]
+    assert document["answer"][0] in out
+    assert document["complete"]
+    assert "<html" in out_file.with_suffix(".html").read_text()
+    assert not [path for path in tmp_path.iterdir() if path.name != "new"]  # the disk's file is gone
+
+    code, out, err = call_here("qualify", "--tests", "facts", "--baseline", out_file, "--json", "--out", out_file)
+    assert code == 0
+    values = [value for test in json.loads(out)["tests"] for value in test["values"]]
+    assert [value["verdict"] for value in values] in (["PASS"], ["MARGINAL"], ["NOT RUN"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--quick", "--full"), "give one of them"),
+        (("--tests", "gem"), "did you mean gemm"),
+        (("--baseline", "none.json"), "cannot be read"),
+        (("--bseline", "x"), "did you mean --baseline"),
+    ],
+)
+def test_wrong_flags_are_refused_before_a_test_runs(flags: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    code, out, err = call_here("qualify", *flags, "--out", tmp_path / "qualify.json")
+    assert (code, out) == (2, "")
+    assert words in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_qualification_is_not_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "precious.json"
+    file.write_text("{}")
+    code, _, err = call_here("qualify", "--tests", "facts", "--out", file)
+    assert code == 2
+    assert "not a megatoken document" in err
+    assert file.read_text() == "{}"
+
+
+def test_ctrl_c_keeps_the_tests_that_ended(tmp_path: Path) -> None:
+    file = tmp_path / "qualify.json"
+    with started("qualify", "--full", "--out", file) as process:
+        deadline = monotonic() + TIMEOUT_SECONDS
+        while not file.with_suffix(".html").exists() and monotonic() < deadline:
+            sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == f"megatoken: interrupted; the tests that ended are in {file}"
+    document = json.loads(file.read_text())
+    assert document["tests"][0]["name"] == "facts"
+    assert not document["complete"]
