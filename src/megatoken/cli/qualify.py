@@ -26,7 +26,7 @@ def qualify(
     ),
     json_only: Json = False,
 ) -> int:
-    """Test this machine and compare it with bounds, published values and itself. Reports whether it is healthy."""
+    """Test whether this machine is healthy. Compares it with bounds, published values and an earlier qualification."""
     from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, choose, device_here
     from megatoken.hardware.qualify.session import exit_code
     from megatoken.hardware.qualify.session import qualify as run

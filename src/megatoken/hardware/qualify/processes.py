@@ -80,10 +80,10 @@ def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float) -> End
         process.join(GRACE_SECONDS)
         fault = f"its process {_end_of(process.exitcode)}"
     finally:
-        ours.close()
-        if not finished:
+        if not finished:  # before its pipe closes: otherwise it can still print that the pipe is broken
             process.kill()
         process.join(GRACE_SECONDS)
+        ours.close()
     return Ended(tuple(returned), time.monotonic() - began, fault)
 
 
