@@ -14,7 +14,7 @@ def doctor(
     folder: Annotated[Path, flag("DIR", "Folder for runs, whose disk is examined.", "--out")] = Path(),
     json_only: Json = False,
 ) -> int:
-    """List what keeps this machine from its best speed, with the command that fixes each. Changes nothing."""
+    """List what keeps this machine from its best speed. Each finding has the command that fixes it. Changes nothing."""
     from megatoken.hardware.doctor import examine
     from megatoken.text import count_of
 
