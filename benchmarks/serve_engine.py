@@ -27,9 +27,10 @@ import numpy as np
 
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.engine.config import SHAPES, ModelConfig
+from megatoken.engine.config import SHAPES
 from megatoken.hardware.inventory import take_inventory
 from own_server import READY_SECONDS, metric, own_server, percentiles, save
+from peers.random_model import make_model_folder
 
 NOTE = "unofficial: random weights, prompts of random ids, forced output lengths; not verified by MLCommons"
 DISTINCT_REQUESTS = 4096
@@ -53,38 +54,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 # Model and requests ---------------------------------------------------------------------------------------------------
-
-
-def make_model_folder(model: ModelConfig, folder: Path) -> None:
-    """``config.json``, and a ``tokenizer.json`` whose every id has a text of three to six letters."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocabulary_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "max_position_embeddings": model.max_positions,
-        "rms_norm_eps": model.rms_norm_epsilon,
-        "rope_theta": model.rope.theta,
-        "hidden_act": "silu",
-        "tie_word_embeddings": model.tied_embeddings,
-        "eos_token_id": list(model.end_token_ids),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = random.Random(0)
-    texts = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    while len(texts) < model.vocabulary_size:
-        texts["Ġ" + "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=letters.randint(3, 6)))] = None
-    tokenizer = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate(texts)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def requests(vocabulary_size: int, options: argparse.Namespace) -> list[tuple[list[int], int]]:
@@ -261,7 +230,6 @@ def main(arguments: Sequence[str]) -> int:
     sides: dict[str, list[dict[str, Any]]] = {"process": [], "http": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / options.shape
-        folder.mkdir()
         make_model_folder(SHAPES[options.shape], folder)
         for turn in options.turns.split(","):
             if turn == "http":
