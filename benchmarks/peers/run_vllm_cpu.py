@@ -18,7 +18,7 @@ def load(specification: Specification) -> LoadedEngine:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(KV_CACHE_GIB)
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    import vllm  # type: ignore[import-not-found]
+    import vllm
 
     arguments: dict[str, str | int | bool] = {
         "dtype": {"bf16": "bfloat16", "fp32": "float32"}[specification["precision"]],
