@@ -190,7 +190,7 @@ NOTES: Mapping[str, tuple[str, ...]] = {
     "OVER_MAX_TOKENS": ("{answers:,} of {of:count answer} have more tokens than max_tokens allows",),
     "CUT_ANSWERS": ("{answers:,} of {of:count answer} were cut by length before max_tokens",),
     "LENGTHS_NOT_FORCED": (
-        "{answers:,} of {of:count answer} ended before the length that ignore_eos and min_tokens asked for",
+        "{answers:,} of {of:count answer} ended before the length that ignore_eos asked for",
     ),
     "PADDED_ANSWERS": ("{answers:,} of {of:count answer} end in white space that counts as tokens",),
     "CACHED_PROMPTS": (

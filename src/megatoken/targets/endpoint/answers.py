@@ -32,7 +32,7 @@ class Flag(IntFlag):
     NO_USAGE = 8
     OVER_LIMIT = 16  # more tokens than max_tokens
     CUT = 32  # fewer tokens than were asked for, and the server says length
-    NOT_FORCED = 64  # ended early although ignore_eos and min_tokens asked for the full length
+    NOT_FORCED = 64  # ended early although ignore_eos asked for the full length
     FEWER_THAN_FRAMES = 128  # the usage has fewer tokens than frames brought text
 
 

@@ -21,7 +21,7 @@ def body_of(request: Request, api: Api, model: str, *, stream: bool, forces: boo
         api: the route.
         model: name to ask for.
         stream: whether the answer comes as a stream.
-        forces: whether the server knows ``ignore_eos`` and ``min_tokens``.
+        forces: whether the server knows ``ignore_eos``.
         ids: whether to ask for the ids of the answer's tokens.
 
     Raises:
@@ -41,7 +41,7 @@ def body_of(request: Request, api: Api, model: str, *, stream: bool, forces: boo
     if request.stop_token_ids:
         body["stop_token_ids"] = list(request.stop_token_ids)
     if request.ignore_end_token and forces:
-        body |= {"ignore_eos": True, "min_tokens": request.max_tokens}
+        body["ignore_eos"] = True
     if ids:
         body["return_token_ids"] = True
     if stream:
