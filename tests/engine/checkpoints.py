@@ -18,8 +18,16 @@ MIXTURES = {
         **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
         **{"num_hidden_layers": 3, "mlp_only_layers": [1]},
     },
+    "GptOss": {
+        **{"num_local_experts": 5, "num_experts_per_tok": 3, "num_hidden_layers": 3, "sliding_window": 6},
+        **{"intermediate_size": 64, "swiglu_limit": 1.5, "swiglu_alpha": 1.3},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64},
+            **{"beta_fast": 4.0, "beta_slow": 1.0, "truncate": False},
+        },
+    },
 }
-"""Small mixtures of experts, the second with a dense layer."""
+"""Small mixtures of experts: the second with a dense layer, the third with a window in the first and the last layer."""
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights, read_config
 from megatoken.engine.config import SHAPES, ModelConfig, RopeConfig
+from megatoken.engine.hugging_face import model_config
 from megatoken.errors import CheckpointError
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -224,7 +225,7 @@ def test_sliding_window_caps_the_context_where_attention_stops_being_full(archit
 )
 def test_sliding_window_defaults(architecture: str, keys: dict[str, object], max_positions: int) -> None:
     values = {**SMALL, "architectures": [architecture], "max_position_embeddings": 9000, **keys}
-    config = ModelConfig.from_hugging_face(values, Path("model/config.json"))
+    config = model_config(values, Path("model/config.json"))
     assert config.max_positions == max_positions
     assert config.sliding_window == (max_positions if max_positions < 9000 else None)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.checkpoint import RandomWeights, read_config
-from megatoken.engine.config import SHAPES, ExpertsConfig, sharded
+from megatoken.engine.config import SHAPES, ClampedSwiglu, ExpertsConfig, sharded
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import find_gpu
 from megatoken.engine.memory import plan_memory_of, weight_bytes
@@ -105,21 +105,28 @@ def check_logits(directory: Path, model: PreTrainedModel, ranks: int, monkeypatc
     ("precision", "fp8_scales"), [("fp32", None), ("bf16", None), ("fp8", "tensor"), ("fp8", "row")]
 )
 @pytest.mark.parametrize("tokens", [1, 9, 70])
-def test_a_mixture_on_the_cpu_is_its_definition(tokens: int, precision: str, fp8_scales: str | None) -> None:
+@pytest.mark.parametrize("clamped", [None, ClampedSwiglu(1.702, 0.5)])
+def test_a_mixture_on_the_cpu_is_its_definition(
+    tokens: int, precision: str, fp8_scales: str | None, clamped: ClampedSwiglu | None
+) -> None:
     """Skewed: one expert is in every token, another in none; some have one token, some many."""
-    config, scheme = ExpertsConfig(7, 3, 48, normalized=True, layers=(0,)), find_scheme(precision, fp8_scales)
+    config = ExpertsConfig(7, 3, 48, normalized=True, layers=(0,), biases=clamped is not None, activation=clamped)
+    scheme = find_scheme(precision, fp8_scales)
     dtype, random_ = scheme.activation_dtype, torch.Generator().manual_seed(tokens)
 
     def normal(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=random_) * shape[-1] ** -0.5).to(dtype)
 
-    each = [[normal(48, 32), normal(48, 32), normal(32, 48)] for _ in range(7)]
-    x_TD, router_XD = normal(tokens, 32), 30 * normal(7, 32)
+    def bias(rows: int) -> torch.Tensor | None:
+        return normal(rows) if clamped else None
+
+    each = [[(normal(*sides), bias(sides[0])) for sides in ((48, 32), (48, 32), (32, 48))] for _ in range(7)]
+    x_TD, router = normal(tokens, 32), (30 * normal(7, 32), bias(7))
     x_TD[:, 0] = 1.0
-    router_XD[2, 0], router_XD[5, 0] = 1000.0, -1000.0
-    packed = cpu.pack_experts(router_XD, iter(each), config, scheme)
-    linears = [tuple(reference.pack_linear(part, None, scheme) for part in parts) for parts in each]
-    exact = reference.experts(x_TD, router_XD, linears, config)
+    router[0][2, 0], router[0][5, 0] = 1000.0, -1000.0
+    packed = cpu.pack_experts(router, iter(each), config, scheme)
+    linears = [tuple(reference.pack_linear(*part, scheme) for part in parts) for parts in each]
+    exact = reference.experts(x_TD, router, linears, config)
     # Rounded between the products in other places; fp8 may take the neighbour there.
     tolerance = {"fp32": 1e-5, "bf16": 0.02, "fp8": 0.05}[precision]
     torch.testing.assert_close(cpu.experts(x_TD, packed), exact, rtol=tolerance, atol=tolerance)
@@ -128,10 +135,11 @@ def test_a_mixture_on_the_cpu_is_its_definition(tokens: int, precision: str, fp8
 def test_an_expert_that_no_token_chooses_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ExpertsConfig(64, 2, 16, normalized=True, layers=(0,))
     weights = RandomWeights(replace(SHAPES["tiny"], layers=1, hidden_size=16, experts=config))
-    each = ([weights.read(f"{name}.weight", torch.float32) for name in config.names(0, one)] for one in range(64))
-    packed = cpu.pack_experts(
-        weights.read("model.layers.0.mlp.gate.weight", torch.float32), each, config, find_scheme("fp32")
+    each = (
+        [(weights.read(f"{name}.weight", torch.float32), None) for name in config.names(0, one)] for one in range(64)
     )
+    router = weights.read("model.layers.0.mlp.gate.weight", torch.float32), None
+    packed = cpu.pack_experts(router, each, config, find_scheme("fp32"))
     products = []
     linear = cpu.linear
     monkeypatch.setattr(cpu, "linear", lambda *arguments: products.append(1) or linear(*arguments))
@@ -174,7 +182,12 @@ def test_what_cannot_be_a_mixture_is_refused(changes: dict[str, object], words: 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "active"),
-    [("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704), ("mixtral-8x7b", 46_702_792_704, 12_879_925_248)],
+    [
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+        ("mixtral-8x7b", 46_702_792_704, 12_879_925_248),
+        ("gpt-oss-20b", 20_914_757_184, 4_187_440_704),
+        ("gpt-oss-120b", 116_829_156_672, 5_711_982_912),
+    ],
 )
 def test_named_mixtures_have_the_published_number_of_parameters(name: str, parameters: int, active: int) -> None:
     assert (SHAPES[name].parameters, SHAPES[name].active_parameters) == (parameters, active)

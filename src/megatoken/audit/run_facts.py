@@ -18,6 +18,7 @@ from megatoken.analysis.statistics import ARRIVING, SOAK, SWEEP, Samples
 from megatoken.audit.differences import Doubt
 from megatoken.audit.folder import LOGGED, TABLES, RunFolder, compared
 from megatoken.engine.config import REFERENCE, SHAPES, EngineConfig, ModelConfig, model_folder
+from megatoken.engine.hugging_face import model_config
 from megatoken.engine.memory import plan_memory_of
 from megatoken.engine.schemes import SCHEMES
 from megatoken.errors import MegatokenError
@@ -225,7 +226,7 @@ def _shape(run: Run) -> ModelConfig | None:
     if name != REFERENCE or drawn:
         return None
     file = model_folder(REFERENCE) / "config.json"
-    return ModelConfig.from_hugging_face(read_json_object(file)[0], file)
+    return model_config(read_json_object(file)[0], file)
 
 
 @compared("run_folder.counts", "LoadGen counted the same", "Two saw the same samples.", LOGGED, lambda it: it.is_logged)

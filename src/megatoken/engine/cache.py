@@ -22,7 +22,8 @@ DUMP_PAGE = 0
 class LayerCache:
     """Keys and values of one layer, each [pages, kv_heads, page_size, head_dim]: one page of one head is contiguous.
 
-    e4m3 keys are multiplied by ``k_scale`` when read, e4m3 values by ``v_scale``.
+    e4m3 keys are multiplied by ``k_scale`` when read, e4m3 values by ``v_scale``. ``window``: how many keys a query
+    sees, itself included; None for all.
     """
 
     k: Tensor
@@ -30,6 +31,7 @@ class LayerCache:
     round_to_fp8: bool
     k_scale: float = 1.0
     v_scale: float = 1.0
+    window: int | None = None
 
     @property
     def page_size(self) -> int:
@@ -84,4 +86,7 @@ def allocate_cache(
         return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
     round_to_fp8 = scheme.fp8_cache and dtype != torch.float8_e4m3fn
-    return [LayerCache(zeros(), zeros(), round_to_fp8, *of_layer) for of_layer in scales]
+    return [
+        LayerCache(zeros(), zeros(), round_to_fp8, *of_layer, window=config.window(layer))
+        for layer, of_layer in enumerate(scales)
+    ]

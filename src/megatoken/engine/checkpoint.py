@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, end_token_ids, model_folder
+from megatoken.engine.hugging_face import model_config
 from megatoken.engine.quantized_checkpoint import Expected, Fp8Tensors, declared_layout
+from megatoken.engine.stacked_experts import StackedExperts
 from megatoken.engine.tensor_files import FETCH, StoredTensor, find_tensors, one_line_errors, read_json
 from megatoken.errors import CheckpointError
 
@@ -28,16 +30,23 @@ class Checkpoint:
 
     Attributes:
         config: Shape of the model; end tokens come from ``generation_config.json`` if that file exists.
-        quantized: The linears that are stored in e4m3, with their scales; None if none are.
+        quantized: The linears that are stored in e4m3, with their scales, or the experts in MXFP4; None if none are.
         content_hash: SHA-256 over the configuration files and every shard's name, size and header: cheap, but it does
             not see a change of weights that keeps names and shapes.
     """
 
     def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, StoredTensor], quantized: Fp8Tensors | None, content_hash: str
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, StoredTensor],
+        quantized: Fp8Tensors | None,
+        content_hash: str,
+        stacked: StackedExperts | None = None,
     ) -> None:
         self.config = config
-        self.quantized = quantized
+        self.quantized = stacked if stacked is not None and stacked.packed else quantized
+        self._stacked = stacked
+        self._fp8 = quantized
         self.content_hash = content_hash
         self._tensors = tensors
 
@@ -55,6 +64,10 @@ class Checkpoint:
             tensors, content_hash = find_tensors(directory)
             head = tensors.pop("lm_head.weight", None) if config.tied_embeddings else None
             expected = {name: Expected((shape,)) for name, shape in config.tensor_shapes().items()}
+            stacked = None
+            if config.experts is not None and config.experts.biases:
+                stacked = StackedExperts(config, tensors)
+                expected = {name: one for name, one in expected.items() if not stacked.has(name)} | stacked.expected()
             if layout is not None:
                 expected |= layout.expected(config, tensors)
             _check_tensors(expected, tensors, directory)
@@ -64,7 +77,7 @@ class Checkpoint:
                     "set tie_word_embeddings to false in config.json"
                 )
             quantized = None if layout is None else Fp8Tensors(layout, config, tensors)
-        return cls(config, tensors, quantized, content_hash)
+        return cls(config, tensors, quantized, content_hash, stacked)
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """One weight as a fresh tensor that holds no file open; takes a few MB more than its result.
@@ -81,8 +94,10 @@ class Checkpoint:
         """
         import torch
 
+        if self._stacked is not None and self._stacked.has(name):
+            return self._stacked.plain(name, dtype, device)
         stored = self._tensors[name]
-        scale_N1 = self.quantized.scale(name) if self.quantized is not None and name in self.quantized else None
+        scale_N1 = self._fp8.scale(name) if self._fp8 is not None and name in self._fp8 else None
         result = torch.empty(stored.shape, dtype=dtype)
         with one_line_errors(stored.path):
             for start, chunk in stored.chunks():
@@ -179,7 +194,7 @@ def read_config(directory: Path) -> ModelConfig:
     with one_line_errors(directory):
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file; name the directory of a Hugging Face checkpoint")
-        config = ModelConfig.from_hugging_face(read_json(path), path)
+        config = model_config(read_json(path), path)
         generation = directory / "generation_config.json"
         if generation.is_file():
             # As in transformers, the file replaces the end tokens of config.json even if it names none.

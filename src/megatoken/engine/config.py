@@ -1,4 +1,4 @@
-"""What the model is (``ModelConfig``, from its files or by name) and what the user wants (``EngineConfig``)."""
+"""What the model is (``ModelConfig``, read by ``hugging_face``) and what the user wants (``EngineConfig``)."""
 
 from __future__ import annotations
 
@@ -16,31 +16,36 @@ Precision = Literal["fp32", "bf16", "fp8", "fp4"]
 Fp8Scales = Literal["tensor", "row"]
 """What shares one scale in fp8: a whole weight and all inputs of a linear, or each row of the weight and each token."""
 
-ARCHITECTURES = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("MixtralForCausalLM", "Qwen3MoeForCausalLM"),
-)
 LINEAR_SUFFIXES = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """How the names of the layers' linears end, those of experts included; a router is not one of them."""
-
-_LARGEST_LAYERS = 10_000
-_DEFAULT_KV_HEADS = {
-    **{"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32},
-    **{"MixtralForCausalLM": 8, "Qwen3MoeForCausalLM": 4},
-}
-_DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: base and context scaling (``linear`` or ``llama3``, as Hugging Face defines them)."""
+    """Rotary position embedding: base and context scaling (``linear``, ``llama3``, ``yarn``, as Hugging Face has them).
+
+    Of YaRN, the factors are the turns within the original positions below which a frequency is divided by ``factor``
+    and above which it stays; the dimensions where that is are ``truncated`` to whole ones, or not.
+    ``attention_factor`` multiplies cosine and sine.
+    """
 
     theta: float = 10_000.0
-    scaling: Literal["none", "linear", "llama3"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     factor: float = 1.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_max_positions: int = 8192
+    # Left out of repr, and so of the hash of random weights.
+    truncated: bool = field(default=True, repr=False)
+    attention_factor: float = field(default=1.0, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """``gate * sigmoid(alpha * gate) * (up + 1)``: the gate at most ``limit``, ``up`` at most that far from 0."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,9 @@ class ExpertsConfig:
         layers: numbers of the layers that have experts; the others are dense.
         module: name of a layer's mixture in Hugging Face's files.
         parts: names of an expert's gate, up and down projection there.
+        router_part: name of the linear that scores the experts.
+        biases: router and experts have them.
+        activation: of gate and up projection; None: ``silu(gate) * up``.
     """
 
     count: int
@@ -64,6 +72,9 @@ class ExpertsConfig:
     layers: tuple[int, ...]
     module: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router_part: str = "gate"
+    biases: bool = False
+    activation: ClampedSwiglu | None = None
 
     def names(self, layer: int, expert: int) -> list[str]:
         """The linears of one expert: gate, up and down."""
@@ -71,7 +82,7 @@ class ExpertsConfig:
 
     def router(self, layer: int) -> str:
         """The linear that scores a layer's experts."""
-        return f"model.layers.{layer}.{self.module}.gate"
+        return f"model.layers.{layer}.{self.module}.{self.router_part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,67 +111,10 @@ class ModelConfig:
     # Ranks that share embedding and head: each has columns of the embedding and rows of the head, see ``sharded``.
     vocabulary_ranks: int = field(default=1, repr=False)
     experts: ExpertsConfig | None = field(default=None, repr=False)
-
-    @classmethod
-    def from_hugging_face(cls, values: Mapping[str, object], source: Path) -> ModelConfig:
-        """Map a Hugging Face ``config.json`` to a model shape.
-
-        A sliding attention window equals full attention only while the context fits into it, so it caps
-        ``max_positions``. Absent keys have the defaults of transformers 5, some of which depend on the architecture.
-
-        Args:
-            values: The parsed file. Rotary keys are read as transformers 5 writes them (``rope_parameters``) and as
-                older releases did (``rope_theta`` with ``rope_scaling``).
-            source: Path of the file, for messages; its folder names the model, except that of ``reference``.
-
-        Raises:
-            CheckpointError: A key is missing, of the wrong type, contradicts another or asks for something this
-                engine does not compute. The message names file and key.
-        """
-        keys = Keys(values, source)
-        architecture = _architecture(keys)
-        if keys.get("hidden_act", "silu") != "silu":
-            raise keys.refuse("hidden_act", "only silu is supported")
-
-        hidden_size = keys.integer("hidden_size")
-        heads = keys.integer("num_attention_heads")
-        default_kv_heads = _DEFAULT_KV_HEADS.get(architecture, heads) if keys.absent("num_key_value_heads") else heads
-        kv_heads = keys.integer("num_key_value_heads", default_kv_heads)
-        if heads % kv_heads:
-            raise keys.refuse("num_key_value_heads", f"it must divide num_attention_heads ({heads})")
-        default_head_dim = _DEFAULT_HEAD_DIM.get(architecture, hidden_size // heads)
-        if keys.get("head_dim") is None and architecture not in _DEFAULT_HEAD_DIM and hidden_size % heads:
-            raise keys.refuse("num_attention_heads", f"without head_dim it must divide hidden_size ({hidden_size})")
-        head_dim = keys.integer("head_dim", default_head_dim)
-        if head_dim % 2:
-            raise keys.refuse("head_dim", f"rotary positions need an even head size, not {head_dim}")
-
-        max_positions, vocabulary_size = keys.integer("max_position_embeddings"), keys.integer("vocab_size")
-        llama, qwen3 = architecture == "LlamaForCausalLM", architecture.startswith("Qwen3")
-        window = _attention_window(keys, architecture)
-        layers = keys.integer("num_hidden_layers", largest=_LARGEST_LAYERS)
-        attention_bias = (llama or qwen3) and keys.boolean("attention_bias")
-        return cls(
-            name=_name(source.parent.resolve()),
-            hidden_size=hidden_size,
-            intermediate_size=keys.integer("intermediate_size"),
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocabulary_size=vocabulary_size,
-            max_positions=min(max_positions, window),
-            rms_norm_epsilon=keys.number("rms_norm_eps", 1e-5 if architecture == "MixtralForCausalLM" else 1e-6),
-            rope=_rope(keys, max_positions, 1e6 if architecture == "MixtralForCausalLM" else 1e4),
-            tied_embeddings=keys.boolean("tie_word_embeddings"),
-            qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-            output_bias=attention_bias,
-            mlp_bias=llama and keys.boolean("mlp_bias"),
-            qk_norm=qwen3,
-            end_token_ids=end_token_ids(values, source, vocabulary_size),
-            sliding_window=window if window < max_positions else None,
-            experts=_experts(keys, architecture, layers),
-        )
+    # See ``window``; empty: None in every layer.
+    windows: tuple[int | None, ...] = field(default=(), repr=False)
+    # One logit for each query head, which takes part in the softmax over its keys and has no value.
+    sinks: bool = field(default=False, repr=False)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight of the model: Hugging Face's tensor name -> shape, linear weights as [out, in].
@@ -190,14 +144,20 @@ class ModelConfig:
                     shapes[f"{name}.bias"] = (rows,)
             if self.qk_norm:
                 shapes |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
+            if self.sinks:
+                shapes["self_attn.sinks"] = (self.heads,)
             shapes["post_attention_layernorm.weight"] = (hidden,)
             shapes = {f"model.layers.{number}.{name}": shape for name, shape in shapes.items()}
             if experts:
                 width = experts.intermediate_size
-                shapes[f"{experts.router(number)}.weight"] = (experts.count, hidden)
+                linears = {experts.router(number): (experts.count, hidden)}
+                sides = (width, hidden), (width, hidden), (hidden, width)
                 for expert in range(experts.count):
-                    names = [f"{name}.weight" for name in experts.names(number, expert)]
-                    shapes |= dict(zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True))
+                    linears |= dict(zip(experts.names(number, expert), sides, strict=True))
+                for name, (rows, columns) in linears.items():
+                    shapes[f"{name}.weight"] = (rows, columns)
+                    if experts.biases:
+                        shapes[f"{name}.bias"] = (rows,)
             return shapes
 
         vocabulary, ranks = self.vocabulary_size, self.vocabulary_ranks
@@ -209,6 +169,10 @@ class ModelConfig:
             shapes["lm_head.weight"] = (vocabulary // ranks, hidden)
         return shapes
 
+    def window(self, layer: int) -> int | None:
+        """Keys that a query sees in a layer, itself included; None for all."""
+        return self.windows[layer] if self.windows else None
+
     @property
     def parameters(self) -> int:
         """Number of weights, embeddings included (tied ones once)."""
@@ -217,7 +181,11 @@ class ModelConfig:
     @property
     def active_parameters(self) -> int:
         """Weights that compute a token, embeddings included: ``parameters`` without the experts it does not choose."""
-        return self.parameters - self.linear_parameters + self.active_linear_parameters
+        if self.experts is None:
+            return self.parameters
+        biases = (2 * self.experts.intermediate_size + self.hidden_size) * self.experts.biases
+        idle = (self.experts.count - self.experts.active) * len(self.experts.layers)
+        return self.parameters - idle * (self.expert_parameters + biases)
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -267,6 +235,51 @@ class EngineConfig:
     fp8_scales: Fp8Scales = "tensor"
     target_step_seconds: float | None = None
     prefix_cache: bool = False
+
+
+def _gpt_oss(name: str, layers: int, experts: int) -> ModelConfig:
+    """One of the two sizes."""
+    return ModelConfig(
+        name,
+        2880,
+        2880,
+        layers,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        vocabulary_size=201_088,
+        max_positions=131_072,
+        rope=RopeConfig(
+            theta=150_000.0,
+            scaling="yarn",
+            factor=32.0,
+            low_frequency_factor=1.0,
+            high_frequency_factor=32.0,
+            original_max_positions=4096,
+            truncated=False,
+            attention_factor=0.1 * math.log(32.0) + 1.0,
+        ),
+        qkv_bias=True,
+        output_bias=True,
+        end_token_ids=(200_002, 199_999, 200_012),
+        experts=gpt_oss_experts(experts, 4, 2880, layers, ClampedSwiglu(alpha=1.702, limit=7.0)),
+        windows=tuple(None if layer % 2 else 128 for layer in range(layers)),
+        sinks=True,
+    )
+
+
+def gpt_oss_experts(count: int, active: int, width: int, layers: int, activation: ClampedSwiglu) -> ExpertsConfig:
+    """In every layer."""
+    return ExpertsConfig(
+        count,
+        active,
+        width,
+        normalized=True,
+        layers=tuple(range(layers)),
+        router_part="router",
+        biases=True,
+        activation=activation,
+    )
 
 
 def _llama31(name: str, hidden_size: int, intermediate_size: int, layers: int, heads: int) -> ModelConfig:
@@ -335,6 +348,8 @@ SHAPES: dict[str, ModelConfig] = {
                 parts=("w1", "w3", "w2"),
             ),
         ),
+        _gpt_oss("gpt-oss-20b", 24, 32),
+        _gpt_oss("gpt-oss-120b", 36, 128),
     )
 }
 
@@ -390,7 +405,7 @@ def model_folder(model: str | Path) -> Path:
     return _REFERENCE_FOLDER if model == REFERENCE else Path(model)
 
 
-def _name(folder: Path) -> str:
+def model_name(folder: Path) -> str:
     """Name of the model in a folder."""
     return REFERENCE if folder == _REFERENCE_FOLDER else folder.name
 
@@ -414,80 +429,3 @@ def end_token_ids(
     if max(found, default=0) >= vocabulary_size:
         raise keys.refuse("eos_token_id", f"expected ids of the vocabulary, 0 to {vocabulary_size - 1}")
     return found
-
-
-def _architecture(keys: Keys) -> str:
-    """The first of ``ARCHITECTURES`` that the file names."""
-    named = keys.get("architectures")
-    if isinstance(named, list):
-        for architecture in ARCHITECTURES:
-            if architecture in named:
-                return architecture
-    raise keys.refuse("architectures", f"supported are {', '.join(ARCHITECTURES)}")
-
-
-def _experts(keys: Keys, architecture: str, layers: int) -> ExpertsConfig | None:
-    """The mixtures of experts; None if every layer is dense."""
-    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
-        return None
-    mixtral = architecture == "MixtralForCausalLM"
-    default_count, default_active = (8, 2) if mixtral else (128, 8)
-    count = keys.integer("num_local_experts", keys.integer("num_experts", default_count))
-    active = keys.integer("num_experts_per_tok", default_active)
-    if active > count:
-        raise keys.refuse("num_experts_per_tok", f"the model has {count} experts")
-    if mixtral:
-        width = keys.integer("intermediate_size")
-        return ExpertsConfig(count, active, width, True, tuple(range(layers)), "block_sparse_moe", ("w1", "w3", "w2"))
-    dense = keys.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(is_integer(number, 0, layers - 1) for number in dense):
-        raise keys.refuse("mlp_only_layers", f"expected a list of layers, 0 to {layers - 1}")
-    step = keys.integer("decoder_sparse_step", 1)
-    sparse = tuple(number for number in range(step - 1, layers, step) if number not in dense)
-    if not sparse:
-        return None
-    width = keys.integer("moe_intermediate_size", 768)
-    return ExpertsConfig(count, active, width, keys.boolean("norm_topk_prob"), sparse)
-
-
-def _attention_window(keys: Keys, architecture: str) -> int:
-    """Positions up to which the model's attention is full attention."""
-    if architecture == "LlamaForCausalLM" or (
-        architecture.startswith("Qwen") and not keys.boolean("use_sliding_window")
-    ):
-        return LARGEST_INTEGER
-    if keys.get("sliding_window", None if architecture == "MixtralForCausalLM" else 4096) is None:
-        return LARGEST_INTEGER
-    return keys.integer("sliding_window", 4096)
-
-
-def _rope(keys: Keys, max_positions: int, default_theta: float) -> RopeConfig:
-    """Rotary settings. As in transformers, keys of the scaling section win over those at the top level, but for
-    ``original_max_position_embeddings``.
-    """
-    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
-    rope = keys.section(name)
-    if rope.has_sections():
-        raise keys.refuse(name, "layers with rotary settings of their own are not supported")
-    if rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise keys.refuse(name, "only rotation of the whole head is supported (partial_rotary_factor 1)")
-    theta = rope.number("rope_theta", keys.number("rope_theta", default_theta))
-    match rope.get("rope_type", rope.get("type", "default")):
-        case "default":
-            return RopeConfig(theta=theta)
-        case "linear":
-            return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor"))
-        case "llama3":
-            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            if high <= low:
-                raise keys.refuse(name, f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
-            original = rope.integer("original_max_position_embeddings", max_positions)
-            return RopeConfig(
-                theta=theta,
-                scaling="llama3",
-                factor=rope.number("factor"),
-                low_frequency_factor=low,
-                high_frequency_factor=high,
-                original_max_positions=keys.integer("original_max_position_embeddings", original),
-            )
-    raise keys.refuse(name, "supported rope types are default, linear and llama3")

@@ -51,11 +51,11 @@ class Keys:
             raise self.refuse(key, "expected an object")
         return Keys(value, self._source, f"{self._prefix}{key}.")
 
-    def boolean(self, key: str) -> bool:
-        """True or false; false if absent."""
+    def boolean(self, key: str, default: bool = False) -> bool:
+        """True or false; ``default`` if absent."""
         value = self.get(key)
         if value is None:
-            return False
+            return default
         if not isinstance(value, bool):
             raise self.refuse(key, "expected true or false")
         return value

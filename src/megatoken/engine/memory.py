@@ -40,6 +40,8 @@ DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 LARGE_WEIGHTS_TOKENS_ON_CPU = 1024  # large weights are read from memory in every step, so fewer steps read less
 MOST_PADDING = 31  # tokens added to those of an expert on a CPU, see ``ops.cpu.padded_tokens``
+WINDOWED_QUERIES_ON_CPU = 32
+"""Queries of a layer with sinks or a window that attend at a time."""
 DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the tokens; the others are for prompts
 DEFAULT_PAGE_SIZE = 32
 GPU_PAGE_SIZES = (16, 32, 64, 128)
@@ -282,6 +284,9 @@ def _cpu_step_bytes(
         experts = (choices + MOST_PADDING * min(mixture.count, choices)) * row + choices * hidden * (item + 8)
         experts += max_batched_tokens * (4 * hidden + 12 * mixture.count)
     logits = sampled * _logit_elements(model) * item + BLOCK_SAMPLES * model.vocabulary_size * 96
+    if model.sinks:  # scores three times, and keys and values for every head, in fp32
+        queries_at_once = min(WINDOWED_QUERIES_ON_CPU, max_batched_tokens)
+        logits = max(logits, 4 * max_length * heads * (3 * queries_at_once + 2 * model.head_dim))
     # A later chunk of a prompt: the sequence's keys and values gathered, and the mask.
     chunk = max_length * (4 * keys * item + max_batched_tokens * 5)
     # Decode: scores and weights by sequence, queries and partial sums by page, and copied pages.
@@ -329,6 +334,8 @@ def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:
             f"page_size {page_size}: on a GPU it must be one of {', '.join(map(str, GPU_PAGE_SIZES))}; "
             f"take {DEFAULT_PAGE_SIZE}"
         )
+    if model.sinks:
+        raise CapacityError(f"{model.name} has attention sinks; run it with engine.device cpu")
     group = model.heads // model.kv_heads
     if model.head_dim % 16 or model.head_dim > 256 or group > 16:
         raise CapacityError(

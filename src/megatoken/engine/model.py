@@ -1,7 +1,7 @@
 """The Llama family. Everything arrives as an argument; shape letters as in ``ops``.
 
 Llama 1 to 3.3, Mistral, Qwen2 and Qwen3 differ here only in their optional tensors; Mixtral and Qwen3-MoE have mixtures
-of experts where the others have one feed-forward network.
+of experts where the others have one feed-forward network, and gpt-oss also windows and sinks in its attention.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class LayerWeights:
     input_norm_D: Tensor
     qkv: Any
     qk_norms_E: tuple[Tensor, Tensor] | None
+    sinks_H: Tensor | None
     output: Any
     post_norm_D: Tensor
     gate_up: Any
@@ -114,8 +115,11 @@ def load_weights(
         return ops.pack_linear(scheme.stack([weight(part) for part in parts]), bias, scheme)
 
     def experts(layer: int, mixture: ExpertsConfig) -> Any:
-        each = ([weight(part) for part in mixture.names(layer, expert)] for expert in range(mixture.count))
-        return ops.pack_experts(tensor(f"{mixture.router(layer)}.weight"), each, mixture, scheme)
+        names = (mixture.names(layer, expert) for expert in range(mixture.count))
+        each = ([read(part, mixture.biases) for part in parts] for parts in names)
+        router_XD = tensor(f"{mixture.router(layer)}.weight")
+        bias_X = tensor(f"{mixture.router(layer)}.bias") if mixture.biases else None
+        return ops.pack_experts((router_XD, bias_X), each, mixture, scheme)
 
     def layer(number: int) -> LayerWeights:
         prefix = f"model.layers.{number}"
@@ -130,6 +134,7 @@ def load_weights(
             )
             if config.qk_norm
             else None,
+            sinks_H=tensor(f"{attention}.sinks").float() if config.sinks else None,
             output=linear(f"{attention}.o_proj", config.output_bias),
             post_norm_D=tensor(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=ops.pack_gated([read(f"{mlp}.{part}_proj", config.mlp_bias) for part in ("gate", "up")], scheme)
@@ -160,7 +165,8 @@ def load_weights(
 def rotary_tables(rope: RopeConfig, head_dim: int, max_length: int) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine, fp32 [max_length, head_dim], in Hugging Face's half-split layout.
 
-    ``llama3`` scaling keeps short wavelengths, divides long ones by ``factor`` and blends between (Llama 3.1 release).
+    ``llama3`` scaling keeps short wavelengths, divides the frequency of long ones by ``factor`` and blends between, by
+    turns within the original context (Llama 3.1 release); ``yarn`` blends by dimension (Peng et al., 2023).
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequency = 1.0 / (rope.theta**exponent)
@@ -172,8 +178,19 @@ def rotary_tables(rope: RopeConfig, head_dim: int, max_length: int) -> tuple[Ten
         blend = (turns - rope.low_frequency_factor) / (rope.high_frequency_factor - rope.low_frequency_factor)
         blend = blend.clamp(0.0, 1.0)
         frequency = (1 - blend) * frequency / rope.factor + blend * frequency
+    elif rope.scaling == "yarn":
+        fastest, slowest = (
+            head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+            for turns in (rope.high_frequency_factor, rope.low_frequency_factor)
+        )
+        if rope.truncated:
+            fastest, slowest = math.floor(fastest), math.ceil(slowest)
+        fastest, slowest = max(fastest, 0), min(slowest, head_dim - 1)
+        width = slowest - fastest or 0.001
+        blend = 1 - ((torch.arange(head_dim // 2).float() - fastest) / width).clamp(0.0, 1.0)
+        frequency = (1 - blend) * frequency / rope.factor + blend * frequency
     angle = torch.outer(torch.arange(max_length).float(), frequency)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -223,7 +240,7 @@ def hidden_states(
         qkv_TN = ops.linear(h_TD, layer.qkv)
         q_THE = ops.rotate_and_write(qkv_TN, layer.qk_norms_E, weights.rotary_LE, layer_cache, batch, config)
         if every_token or consumer is not weights.head:
-            a_TD = ops.attention(q_THE, layer_cache, batch, layer.output)
+            a_TD = ops.attention(q_THE, layer_cache, batch, layer.output, layer.sinks_H)
         elif batch.samples:
             # After its keys and values, the last layer matters only for tokens that sample.
             if shared is not None:
@@ -231,7 +248,7 @@ def hidden_states(
             else:
                 x_TD = x_TD.index_select(0, batch.sample_indices)
             q_SHE = q_THE.index_select(0, batch.sample_indices)
-            a_TD = ops.sample_attention(q_SHE, layer_cache, batch, layer.output)
+            a_TD = ops.sample_attention(q_SHE, layer_cache, batch, layer.output, layer.sinks_H)
         else:
             return x_TD.new_empty(0, config.hidden_size)
         feed_forward = layer.gate_up or layer.experts

@@ -50,7 +50,7 @@ _c10d: Any = torch.distributed  # groups made by hand: the module's own are glob
 WORKER_MODULE = "megatoken.engine.tensor_parallel_worker"
 
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
-_CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", _HEAD)
+_CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "self_attn", _HEAD)  # its sinks
 _CUT_BY_COLUMNS = ("o_proj", "down_proj", "w2", _EMBEDDING)
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process

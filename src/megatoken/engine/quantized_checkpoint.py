@@ -144,7 +144,10 @@ def declared_layout(directory: Path) -> Fp8Layout | None:
     path = directory / "config.json"
     keys = Keys(read_json(path), path)
     if keys.get("quantization_config") is not None:
-        layouts.append(_of_config(keys.section("quantization_config"), path))
+        section = keys.section("quantization_config")
+        if section.get("quant_method") == "mxfp4":  # of experts alone, see stacked_experts
+            return None
+        layouts.append(_of_config(section, path))
     path = directory / "hf_quant_config.json"
     if path.is_file():
         keys = Keys(read_json(path), path)

@@ -20,7 +20,13 @@ from megatoken.errors import CheckpointError
 if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
     import torch
 
-DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4), "F8_E4M3": ("float8_e4m3fn", 1)}
+DTYPES = {
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "F32": ("float32", 4),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "U8": ("uint8", 1),
+}
 """Supported types by safetensors' names: PyTorch's name and bytes of a value."""
 FETCH = "fetch the file again"
 
@@ -62,6 +68,18 @@ class StoredTensor:
                 if file.readinto(piece) != len(piece):
                     raise CheckpointError(f"{self.path}: became shorter while it was read; {FETCH}")
                 yield start, buffer[:count]
+
+    def item(self, index: int) -> StoredTensor:
+        """One of the first side."""
+        shape = self.shape[1:]
+        offset_bytes = self.offset_bytes + index * math.prod(shape) * DTYPES[self.dtype][1]
+        return StoredTensor(self.path, self.dtype, shape, offset_bytes)
+
+    def whole(self) -> torch.Tensor:
+        """All values, in stored dtype. Raises CheckpointError if the file became shorter."""
+        import torch
+
+        return torch.cat([chunk.clone() for _, chunk in self.chunks()]).view(self.shape)
 
     def equals(self, other: StoredTensor) -> bool:
         """Whether dtype, shape and every value are the same."""

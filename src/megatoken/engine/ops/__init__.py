@@ -3,7 +3,7 @@
 ``cpu`` and ``cuda`` are modules with the functions of ``Ops``, so the model does not know on which device it runs.
 ``fused``, ``paged_attention``, ``prompt_attention``, ``grouped_product``, ``routing_kernels``, ``fused_all_reduce`` and
 ``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``. ``reference`` defines the
-operations in plain torch, for tests, and ``routing`` how experts are chosen.
+operations in plain torch, for tests and where ``cpu`` has nothing faster, and ``routing`` how experts are chosen.
 
 Shape letters: T tokens in the step, S tokens that sample, D hidden size, N output features, F feed-forward size, H
 query heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences, P pages, L positions.
@@ -87,11 +87,15 @@ class Ops(Protocol):
         """Bring gate and up projection, each weight [F, D] and bias [F] or None, into the form ``gated`` wants."""
 
     def pack_experts(
-        self, router_XD: Tensor, experts: Iterable[list[Any]], config: ExpertsConfig, scheme: LinearScheme
+        self,
+        router: tuple[Tensor, Tensor | None],
+        experts: Iterable[list[tuple[Any, Tensor | None]]],
+        config: ExpertsConfig,
+        scheme: LinearScheme,
     ) -> Any:
-        """Bring a mixture into the form ``experts_add_norm`` wants.
+        """Bring a mixture into the form ``experts_add_norm`` wants. A linear is a weight and its bias or None.
 
-        ``router_XD``: scores the X experts, plain. ``experts``: gate and up projection [F, D] and down projection
+        ``router``: scores the X experts, plain, [X, D]. ``experts``: gate and up projection [F, D] and down projection
         [D, F] of each in turn, read when they are asked for, plain or quantised as for ``pack_linear``.
         """
 
@@ -146,10 +150,15 @@ class Ops(Protocol):
         ``tables_LE``: cosine and sine in the half-split layout, the sine with the minus sign of the first half.
         """
 
-    def attention(self, q_THE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Any:
-        """Causal attention of every token over its sequence's cached keys -> [T, H * E]."""
+    def attention(self, q_THE: Tensor, cache: LayerCache, batch: Any, consumer: Any, sinks_H: Tensor | None) -> Any:
+        """Causal attention of every token over its sequence's cached keys, those in its window -> [T, H * E].
 
-    def sample_attention(self, q_SHE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Any:
+        ``sinks_H``: fp32, of each head the logit of one more key, whose value is 0.
+        """
+
+    def sample_attention(
+        self, q_SHE: Tensor, cache: LayerCache, batch: Any, consumer: Any, sinks_H: Tensor | None
+    ) -> Any:
         """The same for the tokens that sample, each the last of its sequence -> [S, H * E]."""
 
     def greedy(self, logits_SV: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
-from megatoken.engine.config import ExpertsConfig, ModelConfig
-from megatoken.engine.ops import NO_TOKEN, Ranks, native
+from megatoken.engine.config import ClampedSwiglu, ExpertsConfig, ModelConfig
+from megatoken.engine.memory import WINDOWED_QUERIES_ON_CPU
+from megatoken.engine.ops import NO_TOKEN, Ranks, native, reference
 from megatoken.engine.ops.routing import choose_experts
 from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.schemes.fp8_weight import Fp8Weight, quantise_rows
@@ -47,7 +48,7 @@ class Linear:
 class Experts:
     """A mixture: gate, up and down projection of each expert, and what chooses among them."""
 
-    router_XD: Tensor  # fp32
+    router: tuple[Tensor, Tensor | None]  # fp32
     each: list[tuple[tuple[Linear, Linear], Linear]]
     config: ExpertsConfig
 
@@ -110,13 +111,15 @@ def pack_gated(gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], scheme: 
 
 
 def pack_experts(
-    router_XD: Tensor, experts: Iterable[list[Tensor | Fp8Weight]], config: ExpertsConfig, scheme: LinearScheme
+    router: tuple[Tensor, Tensor | None],
+    experts: Iterable[list[tuple[Tensor | Fp8Weight, Tensor | None]]],
+    config: ExpertsConfig,
+    scheme: LinearScheme,
 ) -> Experts:
     """Linears of their own for each expert."""
-    each = [
-        (pack_gated([(gate, None), (up, None)], scheme), pack_linear(down, None, scheme)) for gate, up, down in experts
-    ]
-    return Experts(router_XD.float(), each, config)
+    router_XD, bias_X = router
+    each = [(pack_gated([gate, up], scheme), pack_linear(*down, scheme)) for gate, up, down in experts]
+    return Experts((router_XD.float(), None if bias_X is None else bias_X.float()), each, config)
 
 
 def linear(x_TD: Tensor, linear: Linear, activation: str = "none") -> Tensor:
@@ -189,9 +192,16 @@ def linear_add_norm(
     return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
 
 
-def gated(x_TD: Tensor, gate_up: tuple[Linear, Linear], consumer: Linear | None = None) -> Tensor:
-    """``silu(gate(x)) * up(x)`` in two products."""
+def gated(
+    x_TD: Tensor,
+    gate_up: tuple[Linear, Linear],
+    consumer: Linear | None = None,
+    clamped: ClampedSwiglu | None = None,
+) -> Tensor:
+    """``silu(gate(x)) * up(x)`` in two products, or ``clamped`` of both."""
     gate, up = gate_up
+    if clamped is not None:
+        return reference.clamped_swiglu(linear(x_TD, gate), linear(x_TD, up), clamped)
     gate_TN = linear(x_TD, gate, "swish")
     if up.scale is None and up.packed.is_mkldnn:
         return _product_and(x_TD, gate_TN, up, "mul")
@@ -203,7 +213,7 @@ def experts(x_TD: Tensor, experts: Experts) -> Tensor:
 
     Their number is padded as that of a step is, since every new one would cost oneDNN time and memory.
     """
-    weights_TC, chosen_TC = choose_experts(plain_linear(x_TD.float(), experts.router_XD), experts.config)
+    weights_TC, chosen_TC = choose_experts(plain_linear(x_TD.float(), *experts.router), experts.config)
     chosen = chosen_TC.numpy().reshape(-1)
     order = chosen.argsort(kind="stable")
     counts = np.bincount(chosen, minlength=experts.config.count)
@@ -219,7 +229,7 @@ def experts(x_TD: Tensor, experts: Experts) -> Tensor:
     for number in counts.nonzero()[0].tolist():
         gate_up, down = experts.each[number]
         part = slice(ends[number] - padded[number], ends[number])
-        y_PD[part] = linear(gated(x_PD[part], gate_up), down)
+        y_PD[part] = linear(gated(x_PD[part], gate_up, clamped=experts.config.activation), down)
     y_TCD = y_PD.index_select(0, torch.from_numpy(places)).view(*chosen_TC.shape, -1)
     return (y_TCD.float() * weights_TC[..., None]).sum(1).to(x_TD.dtype)
 
@@ -337,27 +347,42 @@ def rotate_and_write(
     return q_THE
 
 
-def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
+def attention(
+    q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear, sinks_H: Tensor | None = None
+) -> Tensor:
     """All tokens, each over the keys of its sequence up to its own."""
-    return paged_attention(q_THE, cache, batch.page_table).view(len(q_THE), -1)
+    return paged_attention(q_THE, cache, batch.page_table, sinks_H).view(len(q_THE), -1)
 
 
-def sample_attention(q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
+def sample_attention(
+    q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear, sinks_H: Tensor | None = None
+) -> Tensor:
     """The last token of each sequence that samples, over all its keys."""
     a_SHE = torch.zeros_like(q_SHE)
-    a_SHE[: batch.samples] = paged_attention(q_SHE[: batch.samples], cache, batch.sample_page_table)
+    a_SHE[: batch.samples] = paged_attention(q_SHE[: batch.samples], cache, batch.sample_page_table, sinks_H)
     return a_SHE.view(len(q_SHE), -1)
 
 
-def paged_attention(q_THE: Tensor, cache: LayerCache, table: PageTable) -> Tensor:
-    """Compiled where there is a kernel, otherwise sequence by sequence."""
-    if native.has_attention(q_THE.shape[1], cache.k):
+def paged_attention(q_THE: Tensor, cache: LayerCache, table: PageTable, sinks_H: Tensor | None = None) -> Tensor:
+    """Compiled where there is a kernel, otherwise sequence by sequence.
+
+    With a window or sinks as it is defined, a few queries at a time, without the pages before their windows.
+    """
+    if cache.window is None and sinks_H is None and native.has_attention(q_THE.shape[1], cache.k):
         return native.attention(q_THE, cache.k, cache.v, table.pages_RP, table.lengths_R, table.starts)
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     tokens_R = (slice(*bounds) for bounds in pairwise(table.starts.tolist()))
     for pages, length, tokens in zip(table.pages_RP, table.lengths_R.tolist(), tokens_R, strict=True):
-        own_pages = pages[: -(-length // cache.page_size)]
-        out_THE[tokens] = chunk_attention(q_THE[tokens], *cache.read(own_pages, length))
+        if cache.window is None and sinks_H is None:
+            own_pages = pages[: -(-length // cache.page_size)]
+            out_THE[tokens] = chunk_attention(q_THE[tokens], *cache.read(own_pages, length))
+            continue
+        for start in range(tokens.start, tokens.stop, WINDOWED_QUERIES_ON_CPU):
+            end = min(start + WINDOWED_QUERIES_ON_CPU, tokens.stop)
+            seen = length - (tokens.stop - end)
+            first = 0 if cache.window is None else max(0, seen - (end - start) - cache.window + 1) // cache.page_size
+            k_CKE, v_CKE = cache.read(pages[first : -(-seen // cache.page_size)], seen - first * cache.page_size)
+            out_THE[start:end] = reference.chunk_attention(q_THE[start:end], k_CKE, v_CKE, cache.window, sinks_H)
     return out_THE
 
 

@@ -83,14 +83,17 @@ def pack_gated(gate_up: list[tuple[Any, Tensor | None]], scheme: LinearScheme) -
 
 
 def pack_experts(
-    router_XD: Tensor, experts: Iterable[list[Any]], config: ExpertsConfig, scheme: LinearScheme
+    router: tuple[Tensor, Tensor | None],
+    experts: Iterable[list[tuple[Any, Tensor | None]]],
+    config: ExpertsConfig,
+    scheme: LinearScheme,
 ) -> Experts:
     """One tensor for a projection of all experts.
 
     Raises:
         CapacityError: the products cannot have these sides.
     """
-    return Experts.pack(router_XD, experts, config, scheme)
+    return Experts.pack(router[0], ([weight for weight, _ in parts] for parts in experts), config, scheme)
 
 
 def fix_input_scales(linears: Iterable[Linear]) -> int:
@@ -219,7 +222,7 @@ def rotate_and_write(
     )
 
 
-def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Any:
+def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear, sinks_H: Tensor | None = None) -> Any:
     """All decodes at once, then all prompt chunks at once, which may be empty decodes (``pad_step``)."""
     out_THE, out_scale = consumer.attention_output(q_THE)
     decodes = batch.decodes
@@ -252,7 +255,9 @@ def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) 
     return consumer.attended(out_THE.view(len(out_THE), -1))
 
 
-def sample_attention(q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Any:
+def sample_attention(
+    q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear, sinks_H: Tensor | None = None
+) -> Any:
     """Each token sees its whole sequence, so all are decodes."""
     out_SHE, out_scale = consumer.attention_output(q_SHE)
     lengths = batch.sample_lengths

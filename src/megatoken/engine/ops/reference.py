@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import ExpertsConfig
+from megatoken.engine.config import ClampedSwiglu, ExpertsConfig
 from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.ops.routing import choose_experts
 from megatoken.engine.schemes import LinearScheme
@@ -46,23 +46,38 @@ def linear_add(x_TD: Tensor, linear_: Linear, residual_TN: Tensor) -> Tensor:
     return residual_TN + linear(x_TD, linear_)
 
 
-def gated(x_TD: Tensor, gate: Linear, up: Linear) -> Tensor:
-    """``silu(gate(x)) * up(x)``."""
+def gated(x_TD: Tensor, gate: Linear, up: Linear, clamped: ClampedSwiglu | None = None) -> Tensor:
+    """``silu(gate(x)) * up(x)``, or ``clamped`` of both."""
+    if clamped is not None:
+        return clamped_swiglu(linear(x_TD, gate), linear(x_TD, up), clamped)
     return torch.nn.functional.silu(linear(x_TD, gate)) * linear(x_TD, up)
 
 
+def clamped_swiglu(gate_TF: Tensor, up_TF: Tensor, config: ClampedSwiglu) -> Tensor:
+    """Computed in fp32 and rounded once."""
+    gate, up = gate_TF.float().clamp(max=config.limit), up_TF.float().clamp(-config.limit, config.limit)
+    return (gate * torch.sigmoid(config.alpha * gate) * (up + 1)).to(gate_TF.dtype)
+
+
 def experts(
-    x_TD: Tensor, router_XD: Tensor, each: list[tuple[Linear, Linear, Linear]], config: ExpertsConfig
+    x_TD: Tensor,
+    router: tuple[Tensor, Tensor | None],
+    each: list[tuple[Linear, Linear, Linear]],
+    config: ExpertsConfig,
 ) -> Tensor:
     """The outputs of the experts that a token chooses, times their weights, summed in fp32.
 
-    ``router_XD`` scores in fp32. ``each``: gate, up and down projection of an expert.
+    ``router``: weight [X, D] and bias [X] or None, which score in fp32. ``each``: gate, up and down projection of an
+    expert.
     """
-    weights_TC, chosen_TC = choose_experts(x_TD.float() @ router_XD.float().T, config)
+    router_XD, bias_X = router
+    logits_TX = x_TD.float() @ router_XD.float().T + (0.0 if bias_X is None else bias_X.float())
+    weights_TC, chosen_TC = choose_experts(logits_TX, config)
     y_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for number, (gate, up, down) in enumerate(each):
         token, choice = (chosen_TC == number).nonzero(as_tuple=True)
-        y_TD[token] += linear(gated(x_TD[token], gate, up), down).float() * weights_TC[token, choice, None]
+        f_TF = gated(x_TD[token], gate, up, config.activation)
+        y_TD[token] += linear(f_TF, down).float() * weights_TC[token, choice, None]
     return y_TD.to(x_TD.dtype)
 
 
@@ -85,23 +100,32 @@ def greedy(logits_SV: Tensor) -> Tensor:
     return torch.where(highest_S.isfinite(), ids_S, NO_TOKEN)
 
 
-def decode_attention(q_RHE: Tensor, cache: LayerCache, pages_RP: Tensor, lengths_R: Tensor) -> Tensor:
-    """One query a sequence, which sees its first ``lengths`` keys, in ``pages``."""
+def decode_attention(
+    q_RHE: Tensor, cache: LayerCache, pages_RP: Tensor, lengths_R: Tensor, sinks_H: Tensor | None = None
+) -> Tensor:
+    """One query a sequence, which sees its first ``lengths`` keys, in ``pages``, those in its window."""
     rows = []
     for q_HE, pages, length in zip(q_RHE, pages_RP, lengths_R.tolist(), strict=True):
         k_LKE, v_LKE = cache.read(pages[: -(-length // cache.page_size)], length)
-        rows.append(chunk_attention(q_HE[None], k_LKE, v_LKE))
+        rows.append(chunk_attention(q_HE[None], k_LKE, v_LKE, cache.window, sinks_H))
     return torch.cat(rows)
 
 
-def chunk_attention(q_THE: Tensor, k_CKE: Tensor, v_CKE: Tensor) -> Tensor:
-    """Query t sees keys 0 .. C - T + t."""
+def chunk_attention(
+    q_THE: Tensor, k_CKE: Tensor, v_CKE: Tensor, window: int | None = None, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Query t sees keys 0 .. C - T + t, of these the last ``window``, and the sink of its head, whose value is 0."""
     rows, heads, head_dim = q_THE.shape
     keys, kv_heads, _ = k_CKE.shape
     k_CHE, v_CHE = (side.repeat_interleave(heads // kv_heads, dim=1).float() for side in (k_CKE, v_CKE))
     scores_HTC = torch.einsum("the,che->htc", q_THE.float(), k_CHE) * head_dim**-0.5
     visible_TC = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
-    weights_HTC = scores_HTC.masked_fill(~visible_TC, float("-inf")).softmax(-1)
+    if window is not None:
+        visible_TC = visible_TC.triu(keys - rows - window + 1)
+    scores_HTC = scores_HTC.masked_fill(~visible_TC, float("-inf"))
+    if sinks_H is not None:
+        scores_HTC = torch.cat((scores_HTC, sinks_H.float()[:, None, None].expand(-1, rows, 1)), -1)
+    weights_HTC = scores_HTC.softmax(-1)[..., :keys]
     return torch.einsum("htc,che->the", weights_HTC, v_CHE).to(q_THE.dtype)
 
 

@@ -13,6 +13,8 @@ from megatoken.engine.config import ExpertsConfig
 def choose_experts(logits_TX: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, of which the highest ``config.active`` compute the token.
 
+    Divided by their sum, their weights are the softmax over these alone, as gpt-oss defines them.
+
     Args:
         logits_TX: scores of the experts, fp32.
         config: number of choices, and whether their weights are divided by their sum.
