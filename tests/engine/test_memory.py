@@ -139,11 +139,13 @@ def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
                     linears += [*layer.gate_up, layer.down]
                 else:
                     linears += [linear for gate_up, down in layer.experts.each for linear in (*gate_up, down)]
-                    tensors.append(layer.experts.router_XD)
+                    tensors += [part for part in layer.experts.router if part is not None]
                 tensors += [linear.packed for linear in linears]
                 tensors += [linear.bias for linear in linears if linear.bias is not None]
                 tensors += [layer.input_norm_D, layer.post_norm_D]
                 tensors += layer.qk_norms_E or ()
+                if layer.sinks_H is not None:
+                    tensors.append(layer.sinks_H)
             stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             assert weight_bytes(held.config, find_scheme(precision), "cpu") == stored
 

@@ -31,6 +31,10 @@ NEAR_TIE = 1e-5
 ANSWER_TOKENS = 20
 PROMPT_TOKENS = (1, 2, 9, 17, 33, 40)
 
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+    **{"beta_fast": 8.0, "mscale": 1.2, "mscale_all_dim": 0.7},
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -61,7 +65,7 @@ CHECKPOINTS = [
     ("Qwen2", 4, 4, 16, 64, 257, 1, BF16, TIED),
     ("Qwen2", 6, 2, 8, 48, 301, 3, FP32, {"rope_parameters": LLAMA3}),
     ("Qwen2", 8, 2, 12, 96, 1000, 2, FP16, {}),
-    ("Qwen2", 8, 1, 32, 256, 257, 4, FP32, {"rope_parameters": LINEAR}),
+    ("Qwen2", 8, 1, 32, 256, 257, 4, FP32, {"rope_parameters": YARN}),
     ("Qwen3", 4, 2, 128, 64, 301, 5, BF16, {}),
     ("Qwen3", 6, 2, 16, 64, 257, 2, FP32, TIED),
     ("Qwen3", 8, 8, 24, 48, 1000, 3, FP16, {"attention_bias": True}),

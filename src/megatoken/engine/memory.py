@@ -107,15 +107,17 @@ class MemoryPlan:
 def weight_bytes(model: ModelConfig, scheme: LinearScheme, device: str) -> int:
     """Bytes of the packed weights on a device, "cpu" or "cuda".
 
-    On the CPU the packed head of a tied model is a copy of its embedding, fp8 values are held in bf16, and routers in
-    fp32. On a GPU every output of an fp8 expert has a scale.
+    On the CPU the packed head of a tied model is a copy of its embedding, fp8 values are held in bf16, and routers and
+    sinks in fp32. On a GPU every output of an fp8 expert has a scale.
     """
     parameters, item, experts = model.parameters, scheme.activation_bytes, model.experts
     scales = scheme.output_scale_bytes * model.linear_outputs
     if device == "cpu":
         head_copy = model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0
-        routers = 0 if experts is None else len(experts.layers) * experts.count * model.hidden_size
-        return (parameters + head_copy) * item + routers * (4 - item) + scales
+        fp32 = model.layers * model.heads if model.sinks else 0
+        if experts is not None:
+            fp32 += len(experts.layers) * experts.count * (model.hidden_size + experts.biases)
+        return (parameters + head_copy) * item + fp32 * (4 - item) + scales
     if experts is not None and scheme.fp8_scales == "tensor":
         outputs = 2 * experts.intermediate_size + model.hidden_size
         scales += EXPERT_SCALE_BYTES * len(experts.layers) * experts.count * outputs
