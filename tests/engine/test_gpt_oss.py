@@ -92,7 +92,7 @@ def test_mxfp4_is_exact_in_every_precision(packed: tuple[Path, PreTrainedModel])
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"intermediate_size": 16}, "is square, so rows cannot be told from columns; take the MXFP4 edition"),
+        ({"intermediate_size": 16}, "is square, so rows and columns cannot be distinguished; take the MXFP4 edition"),
         ({"intermediate_size": 48}, r"gate_up_proj' has shape \[5, 32, 128\], config.json implies \[5, 32, 96\]"),
         ({"layer_types": ["full_attention"]}, "layer_types is .*expected a list of 3 kinds of attention"),
         ({"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' is not full_attention or sliding_attention"),

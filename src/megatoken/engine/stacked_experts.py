@@ -53,7 +53,7 @@ class StackedExperts:
         """``tensors``: all of the checkpoint, checked when they are read.
 
         Raises:
-            CheckpointError: sides that MXFP4 cannot have, or from which no one can tell rows from columns.
+            CheckpointError: sides that MXFP4 cannot have, or that do not show which of them has the rows.
         """
         assert config.experts is not None
         self.packed = any(name.endswith(_BLOCKS) for name in tensors)
@@ -70,8 +70,8 @@ class StackedExperts:
             )
         if not self.packed and hidden == 2 * width:
             raise CheckpointError(
-                f"{config.name}: gate_up_proj of {hidden} x {2 * width} is square, so rows cannot be told from "
-                "columns; take the MXFP4 edition of the model"
+                f"{config.name}: gate_up_proj of {hidden} x {2 * width} is square, so rows and columns "
+                "cannot be distinguished; take the MXFP4 edition of the model"
             )
         for layer in mixture.layers:
             stem = f"model.layers.{layer}.{mixture.module}.experts."
