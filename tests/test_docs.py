@@ -22,7 +22,13 @@ from stated_fields import fields, unstated_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
-SHARED = {"audit", "aggregate", "compare", "plan"}  # result documents, whose two flags have a section of their own
+SHARED = {
+    "check",
+    "audit",
+    "aggregate",
+    "compare",
+    "plan",
+}  # result documents, whose two flags have a section of their own
 
 
 def commands() -> dict[str, set[str]]:

@@ -148,6 +148,38 @@ class EndpointSection(Section):
         return tuple(url.strip() for url in self.urls.split(",")) if self.urls else ()
 
 
+class PercentileLimits(Section):
+    """Limits on percentiles of a latency, in seconds; null: no limit."""
+
+    p50: Rate | None = Field(default=None, description="longest median, in seconds")
+    p90: Rate | None = Field(default=None, description="longest 90th percentile, in seconds")
+    p95: Rate | None = Field(default=None, description="longest 95th percentile, in seconds")
+    p99: Rate | None = Field(default=None, description="longest 99th percentile, in seconds")
+    p999: Rate | None = Field(default=None, description="longest 99.9th percentile, in seconds")
+
+
+class AccuracyLimits(Section):
+    """Lowest scores, from 0 to 100; null: no limit."""
+
+    exact_match: Rate | None = Field(default=None, le=100, description="lowest share of exact matches, in percent")
+    rouge1: Rate | None = Field(default=None, le=100, description="lowest ROUGE-1")
+    rouge2: Rate | None = Field(default=None, le=100, description="lowest ROUGE-2")
+    rougeL: Rate | None = Field(default=None, le=100, description="lowest ROUGE-L")
+
+
+class LimitsSection(Section):
+    """The user's own limits, which a run is judged by; a file of them is given with --slo. Null: no limit."""
+
+    ttft_seconds: PercentileLimits = PercentileLimits()
+    tpot_seconds: PercentileLimits = PercentileLimits()
+    itl_seconds: PercentileLimits = PercentileLimits()
+    latency_seconds: PercentileLimits = PercentileLimits()
+    accuracy: AccuracyLimits = AccuracyLimits()
+    output_tokens_per_second: Rate | None = Field(default=None, description="lowest output rate")
+    samples_per_second: Rate | None = Field(default=None, description="lowest sample rate")
+    dollars_per_request: Rate | None = Field(default=None, description="highest price of a request")
+
+
 class RunConfig(Section):
     """All settings of ``megatoken run``; the resolved configuration is written to the run folder."""
 
@@ -195,6 +227,10 @@ class RunConfig(Section):
     engine: EngineSection = EngineSection()
     rack: RackSection = RackSection()
     endpoint: EndpointSection = EndpointSection()
+    limits: LimitsSection = LimitsSection()
+    dollars_per_hour: Rate | None = Field(
+        default=None, lt=1e9, description="price of the machine for an hour; null: assumed for known accelerators"
+    )
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type."""
@@ -230,7 +266,9 @@ class _Setting:
     place: str  # "run.yaml:3" or "--samples"
 
 
-def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None], rack: str | None = None) -> RunConfig:
+def load_run_config(
+    path: Path | None, flags: Mapping[str, str | bool | None], rack: str | None = None, slo: Path | None = None
+) -> RunConfig:
     """Loads a configuration: defaults, overridden by a YAML file, overridden by flags.
 
     Args:
@@ -239,11 +277,13 @@ def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None], r
             command line; None: not given.
         rack: value of ``--rack``: ``auto``, host:port, or a YAML file of the keys of the section ``rack``, whose
             ``cluster`` is ``auto`` if it names none.
+        slo: YAML file of the keys of the section ``limits``.
 
     Raises:
         ConfigError: an unknown key (with the nearest right one), a bad value or an unreadable file, with its place.
     """
-    settings = (_read_yaml(path) if path is not None else {}) | _rack_settings(rack) | _from_flags(flags)
+    settings = _read_yaml(path) if path is not None else {}
+    settings |= _rack_settings(rack) | _slo_settings(slo) | _from_flags(flags)
     inputs = [
         settings[key].place for key in ("prompts", "lengths") if key in settings and settings[key].value is not None
     ]
@@ -252,6 +292,16 @@ def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None], r
     config = _checked(RunConfig, settings)
     _check_together(config, settings)
     return config
+
+
+def load_limits(slo: Path | None, flags: Mapping[str, str | bool | None]) -> dict[str, Any]:
+    """Loads limits as ``config.yaml`` of a run holds them, and the price of an hour: a file, overridden by flags.
+
+    Raises:
+        ConfigError: as ``load_run_config``.
+    """
+    config = _checked(RunConfig, _slo_settings(slo) | _from_flags(flags))
+    return config.model_dump(mode="json", include={"limits", "dollars_per_hour"})
 
 
 def load_answer_config(flags: Mapping[str, str | None]) -> AnswerConfig:
@@ -352,6 +402,10 @@ def _rack_settings(rack: str | None) -> dict[str, _Setting]:
     if rack == "auto" or (":" in rack and not Path(rack).exists()):
         return {"rack.cluster": _Setting(rack, "--rack")}
     return {"rack.cluster": _Setting("auto", "--rack")} | _read_yaml(Path(rack), "rack")
+
+
+def _slo_settings(slo: Path | None) -> dict[str, _Setting]:
+    return {} if slo is None else _read_yaml(slo, "limits")
 
 
 def _from_flags(flags: Mapping[str, str | bool | None]) -> dict[str, _Setting]:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatoken.analysis.early_stopping import most_over, odds, queries_needed
 from megatoken.audit import Severity, audit
 from megatoken.mlperf.accuracy_log import read_accuracy_log
 from megatoken.mlperf.detail_log import read_detail_log
 from megatoken.mlperf.draws import Load, PoissonSchedule, Twister, issued_rows, library_order, shuffle
-from megatoken.mlperf.early_stopping import most_over, odds, queries_needed
 from megatoken.mlperf.rounds import round_seeds
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatoken.analysis.early_stopping import most_over, queries_needed
 from megatoken.analysis.statistics import Samples
 from megatoken.mlperf.accuracy_log import Answer, Answers
 from megatoken.mlperf.benchmarks import LatencyLimits
 from megatoken.mlperf.compliance import check_test06
-from megatoken.mlperf.early_stopping import most_over, queries_needed
 from megatoken.mlperf.latencies import latencies
 from megatoken.runs.tables import SampleRow, to_table
 

@@ -75,6 +75,7 @@ class Entry:
     duration_seconds: float | None = None
     ttft_limit_seconds: float | None = None
     tpot_limit_seconds: float | None = None
+    limits: str | None = None  # the user's own, judged: MET, or which are not
     offered_samples_per_second: float | None = None
     cpu_wait_share: float | None = None
     shared_with: str | None = None

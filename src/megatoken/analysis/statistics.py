@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.analysis.early_stopping import queries_needed
 from megatoken.analysis.energy import run_energy
 from megatoken.analysis.series import Floats, masks, numbers, tokens_per_second_within, totals_over_time
 from megatoken.text import is_number
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 PERCENTILES = (50, 90, 95, 99)
 PERCENTILE_METHOD = "exact, from every raw value, linear interpolation between the two nearest"
-PERCENTILE_CONFIDENCE = 0.99
 STEADY_SHARE = 0.9
 SHORTEST_STEADY_SECONDS = 2.0
 SHORTEST_STEADY_LIVES = 3.0
@@ -187,16 +187,12 @@ def percentiles(values: Floats) -> dict[str, Any]:
     }
 
 
-def samples_needed(percent: int) -> int:
+def samples_needed(percent: float) -> int:
     """Fewest samples that bound a percentile from above with one value to spare, at 99 % confidence, one-sided.
 
     LoadGen's early stopping rule with one sample over the limit: 64 for p90, 662 for p99.
     """
-    share = percent / 100
-    count = 2
-    while share**count + count * (1 - share) * share ** (count - 1) > 1 - PERCENTILE_CONFIDENCE:
-        count += 1
-    return count
+    return queries_needed(1, percent / 100)
 
 
 def steady_window(first: Floats, last: Floats, series: pa.Table) -> tuple[float, float] | None:

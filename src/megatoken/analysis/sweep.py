@@ -8,11 +8,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.limits import Answer, within
 from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import accelerator_name, contentions, simulated_gpu
 from megatoken.analysis.repeats import interval, shared_notes, worst_verdict
+from megatoken.analysis.seen_tokens import STALL_RULE
 from megatoken.analysis.statistics import PERCENTILE_METHOD
-from megatoken.analysis.sweep_point import STALL_RULE, STEADY_RULE, point_figures
+from megatoken.analysis.sweep_point import STEADY_RULE, point_figures
 from megatoken.errors import UsageError
 from megatoken.files import plain
 from megatoken.runs.run import Run
@@ -147,12 +149,15 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for value, group in loads.items()
         if (latency := _mean([point["latency_seconds"] for point in group], "p50"))
     }
-    within = [value for value, group in loads.items() if all(map(keeps_limits, group))]
+    kept, met = (
+        [value for value, group in loads.items() if all(map(holds, group))] for holds in (keeps_limits, limits_met)
+    )
     peak = max(rates, key=lambda value: rates[value], default=None)
     early = next((point["ended_by"] for point in points if point["ended_by"]), None)
     return {
         "knee": max(power, key=lambda value: power[value]) if len(power) > 2 else None,
-        "highest_within_limits": max(within, default=None),
+        "highest_within_limits": max(kept, default=None),
+        "highest_limits_met": max(met, default=None),
         "peak": peak,
         "peak_output_tokens_per_second": rates[peak] if peak is not None else None,
         "saturated": saturated(points),
@@ -161,9 +166,21 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def keeps_limits(point: Mapping[str, Any]) -> bool:
-    """Whether the requests of a point kept the limits and its target kept up."""
+    """Whether the requests of a point kept the limits and its target kept up.
+
+    Of the user's own limits none may be broken; without them 99 % of the requests keep both limits of the benchmark.
+    """
+    if point["overloaded"] or point["ended_by"]:
+        return False
+    if own := point.get("limits"):
+        return all(one["answer"] != Answer.NOT_MET and within(one) for one in own)
     good = point["goodput"]
-    return bool(good and good["share"] >= WITHIN_SHARE and not point["overloaded"] and not point["ended_by"])
+    return bool(good and good["share"] >= WITHIN_SHARE)
+
+
+def limits_met(point: Mapping[str, Any]) -> bool:
+    """Whether a point meets every one of the user's limits, with confidence."""
+    return keeps_limits(point) and all(one["answer"] == Answer.MET for one in point.get("limits") or ())
 
 
 def saturated(points: Sequence[Mapping[str, Any]]) -> bool:

@@ -10,37 +10,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatoken.analysis.energy import run_energy
 from megatoken.analysis.goodput import goodput
+from megatoken.analysis.limits import asked_limits, judge_limits, limit_documents
 from megatoken.analysis.machine import run_accelerators
-from megatoken.analysis.series import Floats, numbers
+from megatoken.analysis.seen_tokens import SeenTokens
+from megatoken.analysis.series import numbers
 from megatoken.analysis.stability import theil_sen
 from megatoken.analysis.statistics import Samples, percentiles
 from megatoken.runs.run import Run
-from megatoken.runs.token_times import read_token_times
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 BACKLOG_SHARE, BACKLOG_DEVIATIONS = 0.1, 4.0
 SPANS = 10  # of a window, whose rates show a trend
 TREND_SHARE = 0.1  # of the rate, from the first to the last moment of the window
-STALL_GAPS, SHORTEST_STALL_SECONDS = 5.0, 0.05
 MOST_BUCKETS = 6
 TIMELINE_SPANS = 24
 STEADY_RULE = (
     f"the output rates of {SPANS} spans of the window have no trend (Theil-Sen, 99 % confidence) that changes the rate"
     f" by more than {100 * TREND_SHARE:g} % over the window, and in an open loop the requests under way do not grow by"
     f" more than {100 * BACKLOG_SHARE:g} % of those due and {BACKLOG_DEVIATIONS:g} times their square root"
-)
-STALL_RULE = (
-    f"a gap between two tokens of one answer longer than {STALL_GAPS:g} times the median gap of the point, and than"
-    f" {1000 * SHORTEST_STALL_SECONDS:g} ms"
 )
 
 
@@ -93,74 +85,10 @@ def point_figures(run: Run) -> dict[str, Any]:
         **tokens.gap_figures(samples.completed & (samples.scheduled >= start) & (samples.scheduled < end)),
         "ttft_by_input_tokens": _by_input(done),
         "goodput": _goodput(inside, *limits, length),
+        "limits": limit_documents(judge_limits(run, asked_limits(run.config), run.config.get("dollars_per_hour"))),
         "energy_joules_per_output_token": energy.joules_per_output_token,
         "timeline": _timeline(samples, tokens),
     }
-
-
-class SeenTokens:
-    """When each token of each request was seen, in seconds since the run's start; those of failed requests left out.
-
-    Without ``tokens.parquet``, the tokens of an answer count as evenly spaced from its first to its last, and gaps are
-    unknown. Where pieces of text were seen and not tokens, a piece counts as its share of the answer's tokens.
-    """
-
-    def __init__(self, times: Floats, owners: NDArray[np.int64], weights: Floats, *, known: bool) -> None:
-        """Takes times, rows of the requests and tokens [T], the times of one request in order."""
-        self._times, self._owners, self._weights, self._known = times, owners, weights, known
-
-    @classmethod
-    def of(cls, run: Run, samples: Samples) -> SeenTokens:
-        """Those of a run folder."""
-        table = read_token_times(run.path)
-        if table is not None:
-            return cls._recorded(table, run.requests, samples)
-        counts = np.where(samples.completed, samples.output_tokens, 0).astype(np.int64)
-        owners = np.repeat(np.arange(len(samples)), counts)
-        position = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        share = position / np.maximum(counts[owners] - 1, 1)
-        first, last = samples.first[owners], samples.last[owners]
-        return cls(first + share * (last - first), owners, np.ones(len(owners)), known=False)
-
-    @classmethod
-    def _recorded(cls, table: pa.Table, requests: pa.Table, samples: Samples) -> SeenTokens:
-        ids = requests["sample_id"].to_numpy()
-        order = np.argsort(ids)
-        lists = table["token_times_ns"].combine_chunks()
-        counts = np.diff(lists.offsets.to_numpy())
-        rows = order[np.searchsorted(ids, table["sample_id"].to_numpy(), sorter=order)]
-        owners = np.repeat(rows, counts)
-        weights = np.repeat(samples.output_tokens[rows] / np.maximum(counts, 1), counts)
-        kept = ~samples.failed[owners]
-        return cls(lists.flatten().to_numpy()[kept] / 1e9, owners[kept], weights[kept], known=True)
-
-    def within(self, start: float, end: float) -> float:
-        """Tokens seen from ``start`` until before ``end``."""
-        return float(self._weights[(self._times >= start) & (self._times < end)].sum())
-
-    def gap_figures(self, counted: NDArray[np.bool_]) -> dict[str, Any]:
-        """Gaps between tokens of the requests ``counted`` [N]; tokens of one frame share a time and have no gap."""
-        if not self._known:
-            return {"itl_seconds": None, "tokens_per_frame": None, "stalls": None}
-        together = np.diff(self._owners) == 0
-        gaps, owners = np.diff(self._times)[together], self._owners[1:][together]
-        chosen = counted[owners]
-        frames = chosen & (gaps > 0)
-        gaps, owners = gaps[frames], owners[frames]
-        tokens = int(chosen.sum())
-        longest = max(STALL_GAPS * float(np.median(gaps)), SHORTEST_STALL_SECONDS) if len(gaps) else math.inf
-        stalled = gaps > longest
-        requests = int(counted.sum())
-        return {
-            "itl_seconds": percentiles(gaps),
-            "tokens_per_frame": tokens / len(gaps) if len(gaps) else None,
-            "stalls": {
-                "longer_than_seconds": longest if math.isfinite(longest) else None,
-                "count": int(stalled.sum()),
-                "requests_share": len(np.unique(owners[stalled])) / requests if requests else None,
-                "longest_seconds": float(gaps.max()) if len(gaps) else None,
-            },
-        }
 
 
 def _sent_over_network(run: Run) -> Samples:

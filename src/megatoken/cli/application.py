@@ -17,6 +17,7 @@ from megatoken import __version__
 from megatoken.cli import (
     accuracy,
     audit,
+    check,
     compare,
     dataset,
     doctor,
@@ -62,6 +63,7 @@ app.command(cls=generate.GenerateCommand)(generate.generate)
 app.command(cls=serve.ServeCommand)(serve.serve)
 app.command(cls=Command)(qualify.qualify)
 app.command(cls=Command)(doctor.doctor)
+app.command(cls=check.CheckCommand)(check.check)
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(compare.aggregate)
 app.command(cls=Command)(compare.compare)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from megatoken.cli.check import Slo
 from megatoken.cli.flags import flag, place
 from megatoken.cli.output import Json, Out, deliver
 from megatoken.errors import ExitCode, UsageError
@@ -46,6 +47,7 @@ def compare(
         str, flag("NAME", "Benchmark of published results, if RESULT does not name it.")
     ] = "llama2-70b",
     scenario: Annotated[str, flag("NAME", "Scenario of published results, if RESULT does not name it.")] = "Offline",
+    slo: Slo = None,
     out: Out = None,
     json_only: Json = False,
 ) -> int:
@@ -54,6 +56,8 @@ def compare(
     from megatoken.analysis.sweep import compare_sweeps, read_sweep
     from megatoken.audit import read_evidence
     from megatoken.claims.references import comparison_entry
+    from megatoken.config import load_limits
+    from megatoken.planning.run_price import judged_entry
 
     sweeps = [found for reference in references if (found := read_sweep(Path(reference))) is not None]
     if sweeps:
@@ -64,5 +68,7 @@ def compare(
     entries = [
         comparison_entry(reference, read_evidence, benchmark=benchmark, scenario=scenario) for reference in references
     ]
+    asked = load_limits(slo, {}) if slo is not None else None
+    entries = [judged_entry(entry, asked) for entry in entries]
     deliver(compared(entries).to_document(), json_only=json_only, out=out)
     return ExitCode.OK

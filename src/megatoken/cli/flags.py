@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from megatoken.config import Key
 
 BOOLEANS = {"true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0", "null", "none"}
-SHARED = ("rack", "dry_run", "json_only", "help")
+SHARED = ("rack", "slo", "dry_run", "json_only", "help")
+LIMITS = "limits."  # prefix of the configuration keys that are the user's limits
 FLAGS = "megatoken.flags"  # key of ctx.meta: the flags that are configuration keys
 
 
@@ -169,7 +170,8 @@ class SchemaCommand(Command):
         super().format_help(ctx, formatter)
         declared = {flag_key(name[2:]) for option in self.get_params(ctx) for name in option.opts}
         declared |= {flag_key(flag) for flag in self.first}
-        keys = describe_keys(self.keys())
+        own = self.prefix == LIMITS  # elsewhere a file of limits is the usual way, and megatoken check lists them
+        keys = describe_keys({key: of for key, of in self.keys().items() if own or not key.startswith(LIMITS)})
         with formatter.section("Configuration keys (also flags)"):
             formatter.write_dl(
                 [(f"--{key}", f"{text} [{default}]") for key, default, text in keys if key not in declared]

@@ -36,6 +36,7 @@ _FIELDS: dict[str, tuple[Any, str, str]] = {
     "profiles": (_FILE, "FILE", "Your own workload profiles (YAML)."),
     "settings": (_LIST, "NAME=VALUE[:LOW:HIGH]", "Change an assumption; repeatable."),
     "assumptions": (_FILE, "FILE", "Your own assumptions (YAML)."),
+    "slo": (_FILE, "FILE", "Your limits (YAML); a plan keeps p99 of ttft_seconds and tpot_seconds."),
     "factors": (_LIST, "NAME=SHARE", "Factor that lowers the rate, for example makespan=0.936; repeatable."),
     "second_run": (_FILE, "RUN", "Run of the same system with other input and output lengths."),
     "seats": (int, "N", "People who have access."),

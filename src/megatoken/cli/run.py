@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from megatoken.cli.check import Slo
 from megatoken.cli.flags import (
     ENDPOINT_KEYS,
     FLAGS,
@@ -55,13 +56,14 @@ def run(
     ctx: typer.Context,
     config_file: ConfigFile = None,
     rack: Rack = None,
+    slo: Slo = None,
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
     """Measure how fast this machine, or a server, serves a model. Uses MLPerf LoadGen; writes a run folder."""
     from megatoken.config import load_run_config
 
-    config = load_run_config(config_file, ctx.meta[FLAGS], rack)
+    config = load_run_config(config_file, ctx.meta[FLAGS], rack, slo)
 
     def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
         from megatoken.harness.run import run_scenario
@@ -91,6 +93,8 @@ def measure_and_show(
             print(json.dumps(prepared.plan(), indent=2) if json_only else prepared.describe())
         return ExitCode.OK
 
+    from megatoken.analysis.limits import limit_documents
+    from megatoken.planning.run_price import broken_limits, judge_run
     from megatoken.report import read_subject
     from megatoken.report.console import show
     from megatoken.runs.run import Run, Verdict
@@ -101,10 +105,14 @@ def measure_and_show(
         finished = read_subject(path)
         result = finished.result if isinstance(finished, Run) else finished.values
         code = Verdict(result["verdict"]).exit_code
+        if code is ExitCode.OK and broken_limits(path):
+            code = ExitCode.INVALID
         # A closed terminal cannot show the report, but that did not end the run.
         with standard_output(kept, ExitCode.INTERRUPTED if code == ExitCode.INTERRUPTED else ExitCode.ERROR):
             if json_only:
-                print(json.dumps({**result, "run_folder": str(path)}, indent=2))
+                judged = limit_documents(judge_run(finished)) if isinstance(finished, Run) else []
+                limits = {"limits": judged} if judged else {}
+                print(json.dumps({**result, **limits, "run_folder": str(path)}, indent=2))
             else:
                 show(finished)
                 if not isinstance(finished, Run):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megatoken.cli.check import Slo
 from megatoken.cli.flags import (
     ENDPOINT_KEYS,
     FLAGS,
@@ -79,6 +80,7 @@ def sweep(
     window: Annotated[float, flag("SECONDS", "Length of the measured window of each load.")] = 10.0,
     settle: Annotated[float, flag("SECONDS", "Shortest time of a load before its window.")] = 2.0,
     rack: Rack = None,
+    slo: Slo = None,
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
@@ -96,18 +98,18 @@ def sweep(
 
         return run_sweep(prepared, config, plan, target, progress)
 
-    config = _config(config_file, ctx.meta[FLAGS], rack)
+    config = _config(config_file, ctx.meta[FLAGS], rack, slo)
     return measure_and_show(config, test, dry_run=dry_run, json_only=json_only)
 
 
-def _config(config_file: Path | None, given: Mapping[str, str], rack: str | None) -> RunConfig:
+def _config(config_file: Path | None, given: Mapping[str, str], rack: str | None, slo: Path | None) -> RunConfig:
     """The configuration of every point: that of the scenario server, whose limits and first tokens a sweep needs."""
     from megatoken.config import KEYS, flag_key, load_run_config
 
     for name in given:
         if (key := flag_key(name)) in _OWN:
             raise ConfigError(f"--{name}: not a setting of a sweep, which has loads of its own; leave it out")
-    config = load_run_config(config_file, {**given, "scenario": "server"}, rack)
+    config = load_run_config(config_file, {**given, "scenario": "server"}, rack, slo)
     for key in _OWN[1:]:
         value: object = config
         for part in key.split("."):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +42,17 @@ def run_limits(config: RunConfig) -> LatencyLimits | None:
     limits = run_benchmark(config).limits_of(config.scenario)
     if limits is None:
         return None
-    ttft, tpot = config.ttft_limit_seconds, config.tpot_limit_seconds
+    ttft, tpot = _own_limit(config, "ttft"), _own_limit(config, "tpot")
     return LatencyLimits(limits.ttft_seconds if ttft is None else ttft, limits.tpot_seconds if tpot is None else tpot)
+
+
+def _own_limit(config: RunConfig, name: Literal["ttft", "tpot"]) -> float | None:
+    """The user's limit on a p99, in whole milliseconds as LoadGen takes it; None: the benchmark's, as rules ask for."""
+    given: float | None = getattr(config, f"{name}_limit_seconds")
+    p99: float | None = getattr(config.limits, f"{name}_seconds").p99
+    if given is not None or p99 is None or config.rules is not None:
+        return given
+    return max(1, round(1000 * p99)) / 1000
 
 
 def with_target_step(config: RunConfig) -> RunConfig:
@@ -202,8 +212,8 @@ def _settings(
         min_duration_seconds=min_duration_seconds,
         rate=rate,
         seeds=round_seeds()[config.rules or DEFAULT_ROUND],
-        ttft_limit_seconds=config.ttft_limit_seconds if has_limits else None,
-        tpot_limit_seconds=config.tpot_limit_seconds if has_limits else None,
+        ttft_limit_seconds=_own_limit(config, "ttft") if has_limits else None,
+        tpot_limit_seconds=_own_limit(config, "tpot") if has_limits else None,
         compliance=config.compliance,
     )
 

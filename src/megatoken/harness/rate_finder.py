@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatoken.analysis.early_stopping import queries_needed
 from megatoken.harness.rate_search import RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
 from megatoken.mlperf.draws import PoissonSchedule
-from megatoken.mlperf.early_stopping import queries_needed
 from megatoken.text import count_of, precise
 
 PROBE_SAMPLES = 1000  # the 99th percentile of fewer samples is too uncertain

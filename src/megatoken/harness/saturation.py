@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.analysis.early_stopping import most_over
 from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
-from megatoken.mlperf.early_stopping import most_over
 from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.tables import SampleRow
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.analysis.early_stopping import most_over, queries_needed
 from megatoken.analysis.statistics import Samples
 from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
-from megatoken.mlperf.early_stopping import most_over, queries_needed
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from megatoken.mlperf.early_stopping import RANKS
+from megatoken.analysis.early_stopping import RANKS
 
 _ORDERED = ("min", *RANKS, "max")
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatoken.analysis.limits import SHORTCUTS, asked_limits
 from megatoken.analysis.published import accelerator_facts, results_of
 from megatoken.analysis.saved_aggregate import read_aggregate
+from megatoken.config import load_limits
 from megatoken.engine.config import SHAPES
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, load_assumptions
@@ -31,6 +33,7 @@ from megatoken.planning.throughput import (
     from_runs,
 )
 from megatoken.planning.workloads import Profile, load_profiles
+from megatoken.runs.run import CONFIG
 
 if TYPE_CHECKING:
     from megatoken.runs.run import Run
@@ -69,10 +72,11 @@ class Common:
     assumptions: Path | None = None
     settings: Sequence[str] = ()
     factors: Sequence[str] = ()
+    slo: Path | None = None
 
-    def load_assumptions(self) -> Assumptions:
-        """The defaults with the user's changes."""
-        return load_assumptions(self.assumptions, self.settings)
+    def load_assumptions(self, run: Path | None = None) -> Assumptions:
+        """The defaults with the user's changes; p99 limits are those of the file of limits, else of the ``run``."""
+        return load_assumptions(self.assumptions, [*_limit_settings(self.slo, run), *self.settings])
 
     def load_profiles(self) -> tuple[Profile, ...]:
         """The profiles named, or all."""
@@ -109,9 +113,23 @@ class FleetFlags:
     rent: float | None = None
 
 
+def _limit_settings(slo: Path | None, run: Path | None) -> list[str]:
+    """The user's limits on p99 latencies as settings of assumptions: of a file, else those that a run was given."""
+    if slo is None and (run is None or not (run / CONFIG).is_file()):
+        return []
+    from megatoken.runs.run import read_run  # imports pyarrow
+
+    config = load_limits(slo, {}) if slo is not None or run is None else read_run(run).config
+    p99s = {limit.key: limit.value for limit in asked_limits(config)}
+    found = [f"{name}={p99s[key]!r}" for name, key in SHORTCUTS.items() if key in p99s]
+    if slo is not None and not found:
+        raise UsageError(f"{slo}: plans keep ttft_seconds.p99 and tpot_seconds.p99, and the file has neither")
+    return found
+
+
 def capacity(rate: Rate, common: Common, *, second_run: Path | None = None) -> Plan:
     """``megatoken plan capacity``. Raises UsageError."""
-    assumptions = common.load_assumptions()
+    assumptions = common.load_assumptions(rate.run)
     throughput, runs = _throughput(rate, assumptions)
     return plan_capacity(
         throughput,
@@ -126,7 +144,7 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
     """``megatoken plan fleet``. Raises UsageError."""
     if flags.burst_tokens_per_second is None and flags.burst_accelerators_per_node is not None:
         raise UsageError("--burst-accelerators-per-node needs --burst-tokens-per-second")
-    assumptions = common.load_assumptions()
+    assumptions = common.load_assumptions(rate.run)
     make, runs = _source(rate)
     throughput = make(assumptions)
     assumptions = assumptions.priced_for(throughput.accelerator)
@@ -169,7 +187,7 @@ def buy(rate: Rate, common: Common, flags: FleetFlags, *, seats: int) -> Plan:
     if len(profiles) != 1:
         names = ", ".join(profile.name for profile in profiles)
         raise UsageError(f"--seats needs one workload profile; choose with --profile: {names}")
-    assumptions = common.load_assumptions()
+    assumptions = common.load_assumptions(rate.run)
     assumptions = assumptions.priced_for(make(assumptions).accelerator)
     order = Order(
         seats,
@@ -238,7 +256,7 @@ def _replacement(flags: FleetFlags, common: Common, supply: Supply) -> Plan:
 
 def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
     """``megatoken plan energy``. Raises UsageError."""
-    assumptions = common.load_assumptions()
+    assumptions = common.load_assumptions(rate.run)
     throughput, runs = _throughput(rate, assumptions)
     measured = energy_of(runs) if runs and flags.watts is None else None
     power = _power(throughput, runs, flags)
@@ -251,7 +269,7 @@ def cost(
     """``megatoken plan cost``. Raises UsageError."""
     if rent is not None:
         _only_one("--rent", "the rent includes power", ("--watts", flags.watts))
-    assumptions = common.load_assumptions()
+    assumptions = common.load_assumptions(rate.run)
     throughput, runs = _throughput(rate, assumptions)
     assumptions = assumptions.priced_for(throughput.accelerator)
     power = None if rent is not None else _power(throughput, runs, flags)

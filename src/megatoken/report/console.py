@@ -13,6 +13,8 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from megatoken.analysis.limits import overall
+from megatoken.planning.run_price import judge_run
 from megatoken.report.blocks import (
     Badge,
     Cell,
@@ -43,6 +45,7 @@ from megatoken.report.metrics import (
     verdict_badge,
 )
 from megatoken.report.views import document_view
+from megatoken.report.views.limits import answer_badge
 from megatoken.report.views.rate_search import search_answer
 from megatoken.report.words import clean, plain_text
 from megatoken.runs.run import Run
@@ -108,6 +111,11 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
     """The lines below the table; ``notes`` explain marks in it."""
     yield from (Text(note, style="dim") for note in notes)
     yield Text.assemble((run.verdict, TONES[verdict_badge(run.verdict).tone]), f": {meaning(run)}")
+    if answers := judge_run(run):
+        worst = str(overall(answers))
+        yield Text.assemble((worst, TONES[answer_badge(worst).tone]), ": your limits")
+        for one in answers:
+            yield Text.assemble("  ", (one.answer, "bold"), f" {one.label}: {one.why}")
     if answer := search_answer(run.result):
         yield Text(f"Rate search: {answer}", "bold")
     if result := loadgen_result(run):

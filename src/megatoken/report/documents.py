@@ -15,7 +15,7 @@ from megatoken.report.words import clean
 from megatoken.text import is_number
 
 PLANS = ("plan_buy", "plan_capacity", "plan_fleet", "plan_energy", "plan_cost", "plan_throughput")
-KINDS = ("audit", "aggregate", "comparison", "repeats", "sweep", "sweep_comparison", "qualify", *PLANS)
+KINDS = ("audit", "aggregate", "comparison", "repeats", "sweep", "sweep_comparison", "qualify", "check", *PLANS)
 SCHEMA_VERSION = 1
 LARGEST_BYTES = 64 * 2**20
 DEEPEST = 40

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from megatoken.analysis import early_stopping
 from megatoken.audit.finding import Outcome, check
 from megatoken.audit.view import RunView, has_result
-from megatoken.mlperf import early_stopping
 from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 

@@ -7,6 +7,7 @@ from megatoken.report.documents import Document
 from megatoken.report.views.aggregate import aggregate_view
 from megatoken.report.views.audit import audit_view
 from megatoken.report.views.comparison import comparison_view
+from megatoken.report.views.limits import check_view
 from megatoken.report.views.plan import plan_view
 from megatoken.report.views.qualify import qualify_view
 from megatoken.report.views.repeats import repeats_view
@@ -18,6 +19,7 @@ __all__ = ["document_view", "run_view"]
 VIEWS = {
     "audit": audit_view,
     "aggregate": aggregate_view,
+    "check": check_view,
     "comparison": comparison_view,
     "qualify": qualify_view,
     "repeats": repeats_view,

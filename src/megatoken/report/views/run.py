@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatoken.analysis.limits import limit_documents, overall
 from megatoken.analysis.statistics import (
     PERCENTILE_METHOD,
     SHORTEST_STEADY_LIVES,
@@ -17,6 +18,7 @@ from megatoken.analysis.statistics import (
     Samples,
     latency_origin,
 )
+from megatoken.planning.run_price import judge_run
 from megatoken.report.bars import Dot, dot_chart
 from megatoken.report.blocks import Block, Column, Facts, Figure, Headline, Points, Table, Terms, View, section
 from megatoken.report.blocks import Verdict as VerdictBlock
@@ -35,6 +37,7 @@ from megatoken.report.metrics import (
 from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks, limits_of
+from megatoken.report.views.limits import answer_badge, limits_table
 from megatoken.report.views.over_time import time_figures
 from megatoken.report.views.rate_search import search_blocks
 from megatoken.runs.reasons import Reason
@@ -122,6 +125,9 @@ def _summary(run: Run) -> Iterator[Block]:
     yield VerdictBlock((verdict_badge(run.verdict),), meaning(run))
     if verdict := loadgen_result(run):
         yield Points("", (("", verdict),))
+    if answers := judge_run(run):
+        yield VerdictBlock((answer_badge(str(overall(answers))),), "by your limits")
+        yield limits_table(limit_documents(answers))
     if run.reasons:
         yield _points("", run.reasons)
     if run.rules_unmet:

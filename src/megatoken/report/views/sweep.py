@@ -24,6 +24,7 @@ from megatoken.report.curves import stairs, time_chart
 from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
 from megatoken.report.views.common import records_table, view
+from megatoken.report.views.limits import limits_table
 from megatoken.report.views.load_charts import Sweep, load_figures, per_machine, rate_unit
 from megatoken.text import ABSENT, precise
 
@@ -78,6 +79,7 @@ def sweep_view(document: Document) -> View:
     sections = (
         section("Curves", *load_figures([sweep], marked)),
         section("Points", _points_table(document, sweep)),
+        section("Your limits", *_limits(sweep)),
         section("Latencies", _latencies(sweep)),
         section("First token by prompt length", _by_input(sweep)),
         section("Stalls and late sends", _stalls(sweep)),
@@ -123,14 +125,27 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
     if (knee := found.number("knee")) is not None:
         yield f"Knee: {precise(knee)} {sweep.unit}"
     ttft, tpot = document.number("ttft_limit_seconds"), document.number("tpot_limit_seconds")
-    if ttft is not None and tpot is not None:
-        within = found.number("highest_within_limits")
-        at = f"up to {precise(within)} {sweep.unit}" if within is not None else "at no load"
+    if any(point.parts("limits") for point in sweep.points):
+        kept, met = (found.number(name) for name in ("highest_within_limits", "highest_limits_met"))
+        yield f"Within your limits: {_up_to(kept, sweep)}; shown with 99 % confidence: {_up_to(met, sweep)}"
+    elif ttft is not None and tpot is not None:
+        at = _up_to(found.number("highest_within_limits"), sweep)
         yield f"Within TTFT {precise(ttft)} s and {precise(1000 * tpot)} ms per output token: {at}"
     if (early := found.part("ended_early_by")).values:
         yield f"The sweep ended early: {early.text('message')}"
     elif found.flag("saturated"):
         yield "Saturated: the last loads gave no more output than those before them"
+
+
+def _up_to(load: float | None, sweep: Sweep) -> str:
+    return f"up to {precise(load)} {sweep.unit}" if load is not None else "at no load"
+
+
+def _limits(sweep: Sweep) -> Iterator[Table]:
+    """Each of the user's limits at each load."""
+    for point in sweep.points:
+        if limits := point.parts("limits"):
+            yield limits_table(limits, f"{precise(point.number('value'))} {sweep.unit}")
 
 
 def _points_table(document: Document, sweep: Sweep) -> Table:

@@ -1,0 +1,152 @@
+"""What a machine hour of a run costs, what one of the run's own requests costs, and the limits that need these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatoken.analysis.comparison import Entry
+from megatoken.analysis.limits import (
+    DOLLARS,
+    SECONDS_PER_HOUR,
+    Answer,
+    Judged,
+    asked_limits,
+    in_brief,
+    judge_limits,
+    limit_documents,
+    overall,
+)
+from megatoken.analysis.lookup import read_runs
+from megatoken.analysis.machine import accelerator_name, run_accelerators
+from megatoken.analysis.published import accelerator_facts
+from megatoken.errors import ExitCode, UsageError
+from megatoken.files import plain
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.cost import System, accelerator_hour
+from megatoken.planning.energy import energy_of, power_of
+from megatoken.planning.figures import State
+from megatoken.planning.throughput import from_runs
+from megatoken.runs.run import RESULT, Run, read_run
+from megatoken.text import is_number, precise, utc_now
+
+SCHEMA_VERSION = 1
+NO_LIMITS = "no limits to judge by: give --slo FILE, or flags such as --limits.ttft_seconds.p99 2"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineHour:
+    """Dollars of an hour of a run's machine, the state of that price, and where it comes from."""
+
+    dollars: float
+    state: State
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPrice:
+    """Dollars of one request of a run, and the arithmetic behind it."""
+
+    dollars: float
+    dollars_per_million_output_tokens: float | None
+    state: State
+    formula: str
+
+
+def machine_hour(run: Run, given: float | None = None) -> MachineHour | None:
+    """The price of an hour: ``given``, else that of the configuration, else assumed for accelerators that are known."""
+    stated = given if given is not None else run.config.get("dollars_per_hour")
+    if is_number(stated):
+        return MachineHour(float(stated), "given", "dollars_per_hour")
+    count, name = run_accelerators(run), accelerator_name(run)
+    if not count or accelerator_facts(name) is None or not run.result.get("output_tokens_per_second"):
+        return None
+    assumptions = load_assumptions().priced_for(name)
+    throughput = from_runs([run], assumptions)
+    hour = accelerator_hour(System(throughput, power_of(throughput, energy_of([run]))), assumptions)
+    if hour is None:
+        return None
+    dollars, state, _ = hour
+    source = f"{count} x ${precise(dollars)} an hour of {name}, as in megatoken plan cost"
+    return MachineHour(dollars * count, state, source)
+
+
+def request_price(run: Run, given: float | None = None) -> RequestPrice | None:
+    """What one request of the run costs on the busy machine; None where the price or the rate is unknown."""
+    hour, rate = machine_hour(run, given), run.result.get("samples_per_second")
+    if hour is None or not rate:
+        return None
+    tokens = run.result.get("output_tokens_per_second")
+    return RequestPrice(
+        hour.dollars / (SECONDS_PER_HOUR * rate),
+        1e6 * hour.dollars / (SECONDS_PER_HOUR * tokens) if tokens else None,
+        hour.state,
+        f"${precise(hour.dollars)} an hour ({hour.state}: {hour.source}) / (3,600 s x {precise(rate)} requests/s)",
+    )
+
+
+def judge_run(run: Run, asked: Mapping[str, Any] | None = None) -> list[Judged]:
+    """Whether a run meets the limits of ``asked``, a configuration; by default those that it was run with."""
+    limits = asked_limits(run.config if asked is None else asked)
+    needs_price = any(limit.key == DOLLARS for limit in limits)
+    hour = machine_hour(run, (asked or {}).get("dollars_per_hour")) if needs_price else None
+    return judge_limits(run, limits, hour.dollars if hour else None)
+
+
+def check_runs(runs: Sequence[Run], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of ``megatoken check``: every limit of every run; without ``asked`` limits, each run's own.
+
+    Raises:
+        UsageError: there is no limit to judge by.
+    """
+    own = not asked_limits(asked)
+    judged = [(run, judge_run(run, {**run.config, **_price_of(asked)} if own else asked)) for run in runs]
+    if not any(answers for _, answers in judged):
+        raise UsageError(NO_LIMITS)
+    everything = [one for _, answers in judged for one in answers]
+    document: dict[str, Any] = plain(
+        {
+            "kind": "check",
+            "schema_version": SCHEMA_VERSION,
+            "created_at": utc_now(),
+            "title": "Limits",
+            "inputs": [run.path for run in runs],
+            "notes": [],
+            "answer": overall(everything),
+            "runs": [
+                {
+                    "run": run.path.name,
+                    "verdict": run.verdict,
+                    "answer": overall(answers),
+                    "limits": limit_documents(answers),
+                }
+                for run, answers in judged
+            ],
+        }
+    )
+    return document
+
+
+def broken_limits(path: Path) -> bool:
+    """Whether the runs of a command in the folder ``path`` break their own limits: any of them, or all of a sweep."""
+    runs = [run for run in read_runs(path) if asked_limits(run.config)]
+    broken = [overall(judge_run(run)) is Answer.NOT_MET for run in runs]
+    return bool(broken) and (all if all("load" in run.result for run in runs) else any)(broken)
+
+
+def exit_code_of(answer: str | None) -> ExitCode:
+    """INVALID (3) where a limit is broken, DEGRADED (4) where one cannot be judged."""
+    return {"NOT MET": ExitCode.INVALID, "CANNOT TELL": ExitCode.DEGRADED}.get(answer or "", ExitCode.OK)
+
+
+def judged_entry(entry: Entry, asked: Mapping[str, Any] | None) -> Entry:
+    """An entry of a comparison with the limits of its runs in one phrase: those ``asked``, else their own."""
+    folders = [Path(path) for path in entry.paths if (Path(path) / RESULT).is_file()]
+    return replace(entry, limits=in_brief([one for folder in folders for one in judge_run(read_run(folder), asked)]))
+
+
+def _price_of(asked: Mapping[str, Any]) -> dict[str, Any]:
+    price = asked.get("dollars_per_hour")
+    return {} if price is None else {"dollars_per_hour": price}

@@ -1,0 +1,156 @@
+"""The user's limits: what breaks one is named, what too few samples show is left open, and the command says so."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli_support import call_here
+from megatoken.analysis.limits import Answer, Limit, asked_limits, judge_limits
+from megatoken.analysis.statistics import samples_needed
+from megatoken.analysis.summary import summarise_run
+from megatoken.runs.run import Run, read_run
+from megatoken.runs.tables import SampleRow
+from megatoken.runs.writer import RunFolder
+
+
+def server_run(out: Path, seconds: list[float | None], *, config: dict | None = None, verdict: str = "MEASURED") -> Run:
+    """A run whose samples have these times to first token; None: it failed. 10 tokens each, one every 0.1 s."""
+    folder = RunFolder.create(
+        out, "run", config or {}, {"hostname": "h"}, scenario="server", summarise=summarise_run, facts={"model": "tiny"}
+    )
+    rows = []
+    for number, first in enumerate(seconds):
+        due = 0.1 * number
+        ends = (None, None) if first is None else (due + first, due + first + 0.9)
+        error = "lost" if first is None else None
+        rows.append(SampleRow(number, 0, due, due, *ends, 5, 10, None if error else "length", "h", error=error))
+    folder.add_samples(rows)
+    folder.finish({"verdict": verdict, "reasons": []})
+    return read_run(folder.path)
+
+
+def answer_of(run: Run, key: str, value: float, **price: float) -> Answer:
+    (judged,) = judge_limits(run, [Limit(key, value, at_most=key.endswith(("request",)) or "seconds." in key)], **price)
+    return judged.answer
+
+
+@given(
+    count=st.integers(1, 3000),
+    over=st.integers(0, 60),
+    percent=st.sampled_from([("p50", 50.0), ("p90", 90.0), ("p95", 95.0), ("p99", 99.0), ("p999", 99.9)]),
+)
+def test_the_answer_is_the_one_that_the_binomial_distribution_gives(tmp_path_factory, count, over, percent):
+    over = min(over, count)
+    name, share = percent[0], percent[1] / 100
+    times = np.concatenate([np.full(count - over, 0.5), np.full(over, 2.0)])
+    run = server_run_of(times)
+    (judged,) = judge_limits(run, [Limit(f"ttft_seconds.{name}", 1.0, at_most=True)])
+    at_most = math.fsum(
+        math.exp(_log_choose(count, k) + k * math.log1p(-share) + (count - k) * math.log(share))
+        for k in range(over + 1)
+    )
+    if judged.answer is Answer.MET:
+        assert at_most < 0.01  # more than the allowed share being over would show so few in one case of a hundred
+        assert count >= samples_needed(percent[1])
+    elif judged.answer is Answer.NOT_MET:
+        assert np.percentile(times, percent[1]) > 1.0
+    else:
+        assert judged.needed is not None and judged.needed > count
+    if count >= samples_needed(percent[1]) and np.percentile(times, percent[1]) > 1.0:
+        assert judged.answer is Answer.NOT_MET
+    assert judged.over == over
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+def server_run_of(times: np.ndarray) -> Run:
+    """The same without a folder: only the table is read."""
+    from megatoken.runs.run import Verdict
+    from megatoken.runs.tables import SeriesRow, to_table
+
+    rows = [SampleRow(i, 0, 0.0, 0.0, float(t), float(t), 5, 1, "length", "h") for i, t in enumerate(times)]
+    table = to_table(SampleRow, rows)
+    return Run(Path("none"), Verdict.MEASURED, [], [], [], {}, {}, {}, table, to_table(SeriesRow, []))
+
+
+def test_more_samples_with_the_same_times_never_break_a_limit_that_few_left_open(tmp_path):
+    few, many = server_run_of(np.full(100, 0.5)), server_run_of(np.full(700, 0.5))
+    assert answer_of(few, "ttft_seconds.p99", 1.0) is Answer.CANNOT_TELL
+    assert answer_of(many, "ttft_seconds.p99", 1.0) is Answer.MET
+
+
+def test_failed_requests_count_as_over_every_limit_on_a_latency(tmp_path):
+    run = server_run(tmp_path, [0.5] * 690 + [None] * 10)
+    assert answer_of(run, "ttft_seconds.p99", 1.0) is Answer.NOT_MET
+    assert answer_of(run, "latency_seconds.p99", 10.0) is Answer.NOT_MET
+
+
+def test_an_interrupted_run_meets_nothing_but_may_break_a_limit(tmp_path):
+    run = server_run(tmp_path, [0.5] * 700, verdict="INTERRUPTED")
+    assert answer_of(run, "ttft_seconds.p99", 1.0) is Answer.CANNOT_TELL
+    assert answer_of(run, "ttft_seconds.p99", 0.1) is Answer.NOT_MET
+
+
+def test_the_older_flags_are_limits_on_the_p99():
+    limits = asked_limits({"ttft_limit_seconds": 2.0, "limits": {"tpot_seconds": {"p50": 0.1, "p99": None}}})
+    assert {(one.key, one.value, one.at_most) for one in limits} == {
+        ("ttft_seconds.p99", 2.0, True),
+        ("tpot_seconds.p50", 0.1, True),
+    }
+
+
+def test_three_broken_limits_and_one_open_one_are_named_and_end_with_3(tmp_path):
+    run = server_run(tmp_path / "runs", [0.5] * 700)
+    slo = tmp_path / "limits.yaml"
+    slo.write_text(
+        "ttft_seconds: {p99: 0.1, p999: 9}\ntpot_seconds: {p50: 0.01}\nsamples_per_second: 99\n"
+        "latency_seconds: {p90: 3}\ndollars_per_request: 1\n"
+    )
+    code, out, err = call_here("check", run.path, "--slo", slo, "--dollars-per-hour", 3, "--json")
+    document = json.loads(out)
+    limits = {one["key"]: one for one in document["runs"][0]["limits"]}
+    answers = {key: one["answer"] for key, one in limits.items()}
+    assert (code, err) == (3, "")
+    assert answers == {
+        "ttft_seconds.p99": "NOT MET",
+        "ttft_seconds.p999": "CANNOT TELL",
+        "tpot_seconds.p50": "NOT MET",
+        "samples_per_second": "NOT MET",
+        "latency_seconds.p90": "MET",
+        "dollars_per_request": "MET",
+    }
+    assert limits["ttft_seconds.p999"]["needed"] == 6636
+    assert limits["dollars_per_request"]["found"] == pytest.approx(3 / 3600 / run.result["samples_per_second"])
+    code, out, _ = call_here("check", run.path, "--slo", slo, "--out", tmp_path / "saved")
+    assert code == 3 and out.count("NOT MET") == 4 and "6,636" in out  # with the answer on all
+    assert "6,636" in (tmp_path / "saved" / "check.html").read_text()
+
+
+def test_a_run_without_limits_a_wrong_key_and_an_open_limit_have_their_exit_codes(tmp_path):
+    run = server_run(tmp_path, [0.5] * 20)
+    assert call_here("check", run.path)[0] == 2
+    slo = tmp_path / "limits.yaml"
+    slo.write_text("ttft_seconds: {p98: 1}\n")
+    code, _, err = call_here("check", run.path, "--slo", slo)
+    assert code == 2 and "limits.yaml:1" in err
+    assert call_here("check", run.path, "--limits.itl_seconds.p50", 1)[0] == 4
+    assert call_here("check", run.path, "--limits.ttft_seconds.p50", 1)[0] == 0
+
+
+def test_a_run_is_judged_when_it_ends_and_its_page_and_a_comparison_say_the_same(tmp_path):
+    code, out, _ = call_here(
+        *("run", "--scenario", "server", "--rate", 20, "--samples", 20, "--warm-up", 0.2, "--engine.threads", 1),
+        *("--limits.ttft_seconds.p50", 0.000001, "--out", tmp_path / "runs"),
+    )
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert code == 3 and "MEASURED" in out and "NOT MET time to first token, p50" in out
+    assert "NOT MET" in (folder / "report.html").read_text()
+    code, out, _ = call_here("compare", folder, folder, "--json")
+    assert json.loads(out)["rows"][0]["limits"] == "NOT MET (time to first token, p50)"
