@@ -1,7 +1,7 @@
 """Reads the answers of a server: streams of events frame by frame, whole bodies at once.
 
 A frame that differs from the ones before only in its piece of text is recognised by its first and last bytes, which
-costs a tenth of parsing its JSON. All other frames are parsed.
+costs a tenth of parsing its JSON; many at once by ``frames.take_apart``. All other frames are parsed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from enum import IntFlag
 from typing import Any
 
 from megatoken.targets.endpoint.bodies import Api
+from megatoken.targets.endpoint.frames import Pieces
 
 MOST_FRAME_BYTES = 8 << 20
 MOST_BODY_BYTES = 64 << 20
-_MOST_LESSONS = 3  # a server whose frames always differ is not learnt again and again
+_MOST_LESSONS = 3  # without use in between: a server whose frames always differ is not learnt again and again
 _DONE = b"[DONE]"
 _PIECE = re.compile(rb'"(?:content|text|delta|reasoning_content|reasoning)"\s*:\s*"((?:[^"\\]|\\.)+)"')
 _ENDS = {"eos": "stop", "stop_sequence": "stop", "completed": "stop", "max_output_tokens": "length"}
@@ -55,8 +56,7 @@ class Answer:
         self._api = api
         self._pieces: list[str] | None = [] if keep_text else None
         self._rest = b""
-        self._head = self._tail = b"\0"  # of frames that were learnt; no frame has a null byte
-        self._end = b"\0"  # the tail with the blank line after a frame
+        self.head = self.tail = b"\0"  # around the text of a frame that was learnt; no frame has a null byte
         self._lessons = 0
         self._empty = 0  # frames before the first text, the one with the role not counted
 
@@ -67,14 +67,6 @@ class Answer:
 
     def feed(self, data: bytes, now_ns: int) -> None:
         """Takes part of a stream, which arrived at ``now_ns``. Raises BrokenAnswerError."""
-        if data.startswith(self._head) and data.endswith(self._end) and not self._rest and not self.done:
-            # One frame like those before, which is what a token is to most servers.
-            piece = data[len(self._head) : -len(self._end)]
-            if piece and b'"' not in piece and b"\\" not in piece and piece.isascii():
-                self._take_piece(piece, now_ns)
-                if self._pieces is not None:
-                    self._pieces.append(piece.decode())
-                return
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -88,18 +80,35 @@ class Answer:
             if len(self._rest) > MOST_FRAME_BYTES:
                 raise BrokenAnswerError(f"a frame is larger than {MOST_FRAME_BYTES >> 20} MiB")
             data = data[:cut]
-        head, tail = self._head, self._tail
+        head, tail = self.head, self.tail
         for frame in data[:-2].split(b"\n\n") if data else ():
             if frame.startswith(head) and frame.endswith(tail) and not self.done:
                 piece = frame[len(head) : -len(tail)]
                 if piece and b'"' not in piece and b"\\" not in piece and piece.isascii():
                     self._take_piece(piece, now_ns)
+                    self._lessons = 0
                     if self._pieces is not None:
                         self._pieces.append(piece.decode())
                     continue
             if frame:
                 self._take_frame(frame, now_ns)
-                head, tail = self._head, self._tail
+                head, tail = self.head, self.tail
+
+    @property
+    def between_frames(self) -> bool:
+        """Whether all bytes so far were whole frames, and more are expected."""
+        return not self._rest and not self.done
+
+    def take_pieces(self, pieces: Pieces, times_ns: array[int]) -> None:
+        """Takes frames like the one learnt; ``times_ns`` has the time of each read [reads]. The first text has come."""
+        if len(pieces.counts) < (count := sum(pieces.counts)):
+            times_ns = array("q", (at for at, many in zip(times_ns, pieces.counts, strict=True) for _ in range(many)))
+        self.frames += count
+        self.times += times_ns
+        self.text_hash = zlib.crc32(pieces.text, self.text_hash)
+        self._lessons = 0
+        if self._pieces is not None:
+            self._pieces.append(pieces.text.decode("utf-8", "surrogatepass"))
 
     def end(self) -> None:
         """The stream has ended. Raises BrokenAnswerError if it was cut off in the middle of a frame."""
@@ -219,8 +228,7 @@ class Answer:
         self._lessons += 1
         found = _PIECE.search(frame)
         if found is not None and json.loads(b'"' + found[1] + b'"') == text:
-            self._head, self._tail = frame[: found.start(1)], frame[found.end(1) :]
-            self._end = self._tail + b"\n\n"
+            self.head, self.tail = frame[: found.start(1)], frame[found.end(1) :]
 
 
 _INPUT = ("prompt_tokens", "input_tokens")

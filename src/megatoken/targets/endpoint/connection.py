@@ -1,25 +1,29 @@
 """HTTP/1.1 on the client's side: one request at a time per connection, the time taken as soon as bytes arrive.
 
-A protocol of our own, because streams of asyncio cost more per frame than everything else together.
+Plain sockets, because transports and protocols of asyncio cost more per frame than everything else together.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
+import socket
+import ssl
 import time
-from typing import Any, Protocol, cast
+from array import array
+from functools import partial
+from typing import Any, Protocol
 
 import httptools
 
 from megatoken.targets.endpoint.address import status_error
 from megatoken.targets.endpoint.answers import MOST_BODY_BYTES, Answer, BrokenAnswerError
 from megatoken.targets.endpoint.bodies import Api
+from megatoken.targets.endpoint.frames import BLANK_LINE, BLANK_LINE_AND_CHUNK, take_apart
 from megatoken.targets.endpoint.wire import Task
 
 MOST_ERROR_BYTES = 1 << 16
 MOST_HEAD_BYTES = 1 << 16
 RETRIED = (429, 503)
+NO_TAIL = b"\0no frame was learnt\0"
 
 
 class Exchange:
@@ -71,38 +75,81 @@ class Owner(Protocol):
     def free(self, connection: Connection) -> None:
         """The connection can take another request."""
 
+    def waits_to_write(self, connection: Connection, *, waits: bool) -> None:
+        """Whether the connection has more to send than the kernel takes."""
+
     def gone(self, connection: Connection) -> None:
         """The connection is closed."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection to one endpoint."""
+def _receive_decrypted(connected: ssl.SSLSocket, most: int) -> bytes:
+    """All that has arrived: the kernel does not report what OpenSSL has read already."""
+    data = connected.recv(most)
+    while data and connected.pending():
+        data += connected.recv(most)
+    return data
 
-    transport: asyncio.Transport
 
-    def __init__(self, owner: Owner, endpoint: int, *, secure: bool) -> None:
+class Connection:
+    """One connection to one endpoint: a socket that is open and does not block.
+
+    The owner reads ``socket`` when it has data. A read that ends with ``tail`` goes to ``held`` with its time in
+    ``held_ns``, and ``flush`` takes such reads apart together; every other read goes to ``received``.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_begun",
+        "_between_chunks",
+        "_body",
+        "_body_bytes",
+        "_exchange",
+        "_head_bytes",
+        "_headers",
+        "_learnt",
+        "_now_ns",
+        "_owner",
+        "_parser",
+        "_status",
+        "_unsent",
+        "_used",
+        "closed",
+        "endpoint",
+        "held",
+        "held_ns",
+        "receive",
+        "socket",
+        "tail",
+    )
+
+    def __init__(self, owner: Owner, endpoint: int, connected: socket.socket) -> None:
         self.endpoint = endpoint
+        self.socket = connected
+        self.receive = (
+            partial(_receive_decrypted, connected) if isinstance(connected, ssl.SSLSocket) else connected.recv
+        )
+        self.closed = False
+        self.held: list[bytes] = []
+        self.held_ns: array[int] = array("q")
         self._owner = owner
-        self._secure = secure
         self._exchange: Exchange | None = None
         self._answer: Answer | None = None  # while a stream is read
         self._parser: Any = None
         self._now_ns = 0
         self._used = False
+        self._unsent = b""
         self._begin()
 
     def _begin(self) -> None:
+        self.tail = NO_TAIL
+        self._learnt = NO_TAIL
         self._status = 0
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._between_chunks = False
         self._begun = False  # a byte of this answer has arrived
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is open."""
-        self.transport = cast(asyncio.Transport, transport)
-        self._descriptor = transport.get_extra_info("socket").fileno()
 
     def send(self, exchange: Exchange, data: bytes) -> None:
         """Sends a request; only on a connection that is free."""
@@ -112,25 +159,68 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._begin()
         exchange.sent_ns = exchange.sent_ns or time.monotonic_ns()
-        written = 0
-        if not self._secure:  # straight to the kernel: the loop would send it only at the end of its turn
-            try:
-                written = os.write(self._descriptor, data)
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._lose("the connection was closed")
-                return
-        if written < len(data):
-            self.transport.write(data[written:] if written else data)
+        self._unsent = data
+        self.write()
 
-    def data_received(self, data: bytes) -> None:
-        """Part of an answer."""
-        self._now_ns = time.monotonic_ns()
-        self._begun = True
-        if self._exchange is None:
-            self.transport.abort()  # bytes that no request asked for
+    def write(self) -> None:
+        """Sends what the kernel takes; the owner calls again when it takes more."""
+        waited = self._unsent
+        try:
+            self._unsent = waited[self.socket.send(waited) :]
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except OSError:
+            self._lose("the connection was closed")
             return
+        self._owner.waits_to_write(self, waits=bool(self._unsent))
+
+    def received(self, data: bytes, now_ns: int) -> None:
+        """Part of an answer."""
+        if self.held:
+            self.flush()
+        self._begun = True
+        exchange = self._exchange
+        if exchange is None:
+            self.close()  # bytes that no request asked for, or after an answer that failed
+            return
+        self._parse(data, now_ns)
+        answer = self._answer
+        if answer is None or not answer.frames or self._exchange is not exchange:
+            return
+        if not exchange.first_reported:
+            exchange.first_reported = True
+            self._owner.began(exchange)
+        if answer.tail is not self._learnt and self._between_frames(answer):
+            end = BLANK_LINE_AND_CHUNK if self._chunked else BLANK_LINE
+            if data.endswith(answer.tail + end):
+                self._learnt = answer.tail
+                self.tail = answer.tail + end
+
+    def flush(self) -> None:
+        """Takes the held reads apart, together if they are what they seem to be."""
+        held, times_ns = self.held, self.held_ns
+        self.held, self.held_ns = [], array("q")
+        answer = self._answer
+        if answer is not None and self._between_frames(answer):
+            pieces = take_apart(held, answer.head, answer.tail, chunked=self._chunked)
+            if pieces is not None:
+                answer.take_pieces(pieces, times_ns)
+                return
+        for data, now_ns in zip(held, times_ns, strict=True):
+            if self._exchange is not None:
+                self._parse(data, now_ns)
+
+    @property
+    def _chunked(self) -> bool:
+        return "transfer-encoding" in self._headers
+
+    def _between_frames(self, answer: Answer) -> bool:
+        """Whether whole frames may come next, whose number says nothing about the end of the answer."""
+        between = self._between_chunks if self._chunked else "content-length" not in self._headers
+        return between and answer.between_frames
+
+    def _parse(self, data: bytes, now_ns: int) -> None:
+        self._now_ns = now_ns
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -142,29 +232,28 @@ class Connection(asyncio.Protocol):
             self._fail("answer", "the server changes to another protocol")
         except httptools.HttpParserError as error:
             self._fail("answer", f"not an answer of HTTP/1.1: {' '.join(str(error).split())[:100]}")
-        else:
-            exchange = self._exchange
-            if (
-                exchange is not None
-                and not exchange.first_reported
-                and self._answer is not None
-                and self._answer.frames
-            ):
-                exchange.first_reported = True
-                self._owner.began(exchange)
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def ended(self, error: OSError | None) -> None:
         """The server, the network or this process closed the connection."""
-        self._owner.gone(self)
+        if self.held:
+            self.flush()
         exchange = self._exchange
         if exchange is None:
+            self.close()
             return
         until_close = self._status and not {"content-length", "transfer-encoding"} & self._headers.keys()
         if until_close and error is None:
-            self._complete()
+            self._complete(reusable=False)
         else:
             what = "in the middle of the answer" if self._begun else "before an answer came"
             self._lose(f"the connection was {'reset' if error is not None else 'closed'} {what}")
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if not self.closed:
+            self.closed = True
+            self._owner.gone(self)
+            self.socket.close()
 
     # httptools
 
@@ -208,14 +297,25 @@ class Connection(asyncio.Protocol):
         if self._status:
             self._complete()
 
+    def on_chunk_header(self) -> None:
+        """A chunk begins."""
+        self._between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        """A chunk has ended."""
+        self._between_chunks = True
+
     def abandon(self) -> None:
         """Ends the request without an outcome."""
         self._exchange = self._answer = None
-        self.transport.abort()
+        self.close()
 
     def finish(self) -> None:
         """The stream said that it is done, and its end does not come."""
-        self._complete(reusable=False)
+        if self.held:
+            self.flush()
+        if self._exchange is not None:
+            self._complete(reusable=False)
 
     def _complete(self, *, reusable: bool = True) -> None:
         exchange, answer = self._exchange, self._answer
@@ -239,8 +339,6 @@ class Connection(asyncio.Protocol):
             return
         if answer is None:
             exchange.answer.times.append(self._now_ns)
-        elif answer.frames and not exchange.first_reported:
-            exchange.first_reported = True
         self._release(reusable)
         self._owner.answered(exchange)
 
@@ -248,14 +346,15 @@ class Connection(asyncio.Protocol):
         """Makes the connection free, or closes it."""
         self._exchange = self._answer = None
         self._used = True
-        if reusable and self._parser.should_keep_alive() and not self.transport.is_closing():
+        self.tail = NO_TAIL
+        if reusable and self._parser.should_keep_alive() and not self.closed:
             self._owner.free(self)
         else:
-            self.transport.abort()
+            self.close()
 
     def _fail(self, cause: str, message: str) -> None:
         exchange, self._exchange, self._answer = self._exchange, None, None
-        self.transport.abort()
+        self.close()
         if exchange is not None:
             self._owner.failed(exchange, cause, message)
 

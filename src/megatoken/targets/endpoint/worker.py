@@ -6,13 +6,14 @@ import asyncio
 import gc
 import os
 import re
+import select
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections import deque
 from collections.abc import Coroutine
-from functools import partial
 from typing import Any
 
 from megatoken.hardware.core_wait import CoreWait
@@ -30,6 +31,12 @@ RETRY_SECONDS = 1.0  # where the server does not say when to try again
 LONGEST_RETRY_SECONDS = 60.0
 CUT_SHARE = 0.95  # of max_tokens; an answer that ends by length with fewer was cut
 RECEIVE_BYTES = 1 << 20
+READ_BYTES = 1 << 16  # of one connection
+MOST_READY = 1024  # connections that are read before the loop looks at anything else
+MOST_HELD = 32  # reads of a stream that are taken apart together
+HELD_BYTES = 1 << 12  # a read as long has many frames
+_READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
+_WAITS = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 # Metrics of vLLM's names, and what they are called here.
 METRICS = {
     b"vllm:num_requests_running": "running",
@@ -58,6 +65,10 @@ class Client:
         self._unsent: deque[bytes] = deque()
         self._open: dict[int, Exchange] = {}  # by ticket, oldest first
         self._idle: list[list[Connection]] = [[] for _ in settings.addresses]
+        self._poll = select.epoll()  # of connections: the loop waits for it as one source
+        self._connections: dict[int, Connection] = {}  # by file descriptor
+        self._writing: set[Connection] = set()  # have more to send than the kernel takes
+        self._resolved: list[list[tuple[Any, ...]]] = [[] for _ in settings.addresses]
         self._tasks: set[asyncio.Task[None]] = set()
         self._tls = [trust(one.secure, settings.ca_file) for one in settings.addresses]  # type: ignore[arg-type]
         self._heads = [self._head(at) for at in range(len(settings.addresses))]
@@ -69,6 +80,7 @@ class Client:
         self._loop = asyncio.get_running_loop()
         self._parent.setblocking(False)
         self._loop.add_reader(self._parent.fileno(), self._receive)
+        self._loop.add_reader(self._poll.fileno(), self._read)
         self._tasks.add(self._loop.create_task(self._watch()))
         if self._settings.watch_metrics:
             self._tasks |= {self._loop.create_task(self._scrape(at)) for at in range(len(self._idle))}
@@ -117,10 +129,48 @@ class Client:
         self._idle[connection.endpoint].append(connection)
 
     def gone(self, connection: Connection) -> None:
-        """Forgets a closed connection."""
+        """Forgets a connection that is about to be closed."""
+        del self._connections[connection.socket.fileno()]
+        self._writing.discard(connection)
         idle = self._idle[connection.endpoint]
         if connection in idle:
             idle.remove(connection)
+
+    def waits_to_write(self, connection: Connection, *, waits: bool) -> None:
+        """Watches for room to write, or no longer."""
+        if waits is not (connection in self._writing):
+            (self._writing.add if waits else self._writing.discard)(connection)
+            self._poll.modify(connection.socket, _READ | _WRITE if waits else _READ)
+
+    def _read(self) -> None:
+        """Reads each connection that has data, once. This is what a frame costs."""
+        connections, monotonic_ns = self._connections, time.monotonic_ns
+        for descriptor, events in self._poll.poll(0, MOST_READY):
+            connection = connections.get(descriptor)
+            if connection is None:
+                continue  # closed by what happened to another one
+            try:
+                data = connection.receive(READ_BYTES)
+            except _WAITS:
+                data = None
+            except OSError as error:
+                connection.ended(error)
+                continue
+            now_ns = monotonic_ns()
+            if events & _WRITE:
+                connection.write()
+            if data is None:
+                continue
+            if data.endswith(connection.tail):
+                held = connection.held
+                held.append(data)
+                connection.held_ns.append(now_ns)
+                if len(held) >= MOST_HELD or len(data) > HELD_BYTES:
+                    connection.flush()
+            elif data:
+                connection.received(data, now_ns)
+            else:
+                connection.ended(None)
 
     # requests
 
@@ -132,7 +182,7 @@ class Client:
         idle = self._idle[exchange.endpoint]
         while idle:
             connection = idle.pop()
-            if not connection.transport.is_closing():
+            if not connection.closed:
                 self._send(exchange, connection)
                 return
         self._spawn(self._connect(exchange))
@@ -144,14 +194,10 @@ class Client:
 
     async def _ask_whether_gone(self, exchange: Exchange, message: str) -> None:
         """Reports a lost connection: whether its server takes others decides whether the endpoint is lost."""
-        at = exchange.endpoint
-        address = self._settings.addresses[at]
-        make = partial(Connection, self, at, secure=address.secure)
         cause = "interrupted"
         try:
             async with asyncio.timeout(self._settings.connect_seconds):
-                _, connection = await self._loop.create_connection(make, address.host, address.port, ssl=self._tls[at])
-            self.free(connection)
+                self.free(await self._open_connection(exchange.endpoint))
         except (OSError, TimeoutError):
             cause = "gone"
         self.failed(exchange, cause, message)
@@ -161,12 +207,10 @@ class Client:
         connection.send(exchange, b"%b%d\r\n\r\n%b" % (self._heads[exchange.endpoint], len(body), body))
 
     async def _connect(self, exchange: Exchange) -> None:
-        at = exchange.endpoint
-        address, tls = self._settings.addresses[at], self._tls[at]
-        make = partial(Connection, self, at, secure=address.secure)
+        address = self._settings.addresses[exchange.endpoint]
         try:
             async with asyncio.timeout(min(self._settings.connect_seconds, exchange.deadline - time.monotonic())):
-                _, connection = await self._loop.create_connection(make, address.host, address.port, ssl=tls)
+                connection = await self._open_connection(exchange.endpoint)
         except TimeoutError:
             self.failed(exchange, "connect", f"{address.name}: no connection in {self._settings.connect_seconds:g} s")
             return
@@ -178,6 +222,52 @@ class Client:
             self._send(exchange, connection)
         else:
             self.free(connection)
+
+    async def _open_connection(self, at: int) -> Connection:
+        """A new connection to an endpoint. Raises OSError."""
+        address, tls = self._settings.addresses[at], self._tls[at]
+        places = self._resolved[at] or await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        self._resolved[at] = []  # a name is looked up again after a failure
+        error: OSError = OSError("the name has no address")
+        for family, kind, protocol, _, place in places:
+            opened = socket.socket(family, kind, protocol)
+            try:
+                opened.setblocking(False)
+                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await self._loop.sock_connect(opened, place)
+                if tls is not None:
+                    opened = tls.wrap_socket(opened, server_hostname=address.host, do_handshake_on_connect=False)
+                    await self._shake_hands(opened)
+            except OSError as raised:
+                opened.close()
+                error = raised
+                continue
+            except BaseException:
+                opened.close()
+                raise
+            self._resolved[at] = places
+            connection = Connection(self, at, opened)
+            self._connections[opened.fileno()] = connection
+            self._poll.register(opened, _READ)
+            return connection
+        raise error
+
+    async def _shake_hands(self, opened: ssl.SSLSocket) -> None:
+        """TLS's handshake. Raises OSError."""
+        while True:
+            try:
+                opened.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                watch, unwatch = self._loop.add_reader, self._loop.remove_reader
+            except ssl.SSLWantWriteError:
+                watch, unwatch = self._loop.add_writer, self._loop.remove_writer
+            ready = asyncio.Event()
+            watch(opened.fileno(), ready.set)
+            try:
+                await ready.wait()
+            finally:
+                unwatch(opened.fileno())
 
     def _cancel(self, ticket: int) -> None:
         exchange = self._open.pop(ticket, None)
@@ -270,7 +360,8 @@ class Client:
                 self._tell(wire.LOAD, load)
                 for ticket, exchange in self._open.items():
                     if exchange.answer is not None and exchange.answer.frames:
-                        self._report((wire.PROGRESS, ticket, len(exchange.answer.times)))
+                        held = len(exchange.connection.held) if exchange.connection is not None else 0
+                        self._report((wire.PROGRESS, ticket, len(exchange.answer.times) + held))
                 self._worst_lag, reported, cpu = 0.0, now, used
 
     def _end_late(self, now: float) -> None:
