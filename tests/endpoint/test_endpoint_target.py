@@ -166,7 +166,9 @@ def test_lengths_are_forced_where_the_server_knows_how(server: Server) -> None:
     request = Request("short", max_tokens=8, ignore_end_token=True)
     with connected(server.url) as target:
         answered(target, [request])
-    assert server.bodies[-1]["ignore_eos"] is True and "min_tokens" not in server.bodies[-1]  # which costs a server work
+    assert (
+        server.bodies[-1]["ignore_eos"] is True and "min_tokens" not in server.bodies[-1]
+    )  # which costs a server work
     server.asked["knows nothing"] = 1
     with connected(server.url) as target:
         answered(target, [request])

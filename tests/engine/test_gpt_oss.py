@@ -19,9 +19,10 @@ from megatoken.engine.config import SHAPES, EngineConfig
 from megatoken.engine.memory import plan_memory_of
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import reference
+from megatoken.engine.schemes import find_scheme
 from megatoken.errors import CapacityError, CheckpointError
 
-CPU = torch.device("cpu")
+CPU, FP8 = torch.device("cpu"), find_scheme("fp8")
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
@@ -82,9 +83,9 @@ def test_mxfp4_is_exact_in_every_precision(packed: tuple[Path, PreTrainedModel])
     for part, exact in (("gate_proj", gate_up[:, ::2].T), ("up_proj", gate_up[:, 1::2].T)):
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(checkpoint.read(f"{stem}{part}.weight", dtype).float(), exact)
-        weight = checkpoint.quantized.read(f"{stem}{part}.weight", CPU)
+        weight = checkpoint.quantized.read(f"{stem}{part}.weight", FP8, CPU)
         assert torch.equal(weight.values_ND.float() * weight.scale_N1, exact)
-    assert checkpoint.quantized.rounded == 0
+    assert all(checkpoint.quantized.expanded.values())
     assert f"{stem}gate_proj.bias" not in checkpoint.quantized
     assert "model.layers.1.self_attn.q_proj.weight" not in checkpoint.quantized
 
@@ -118,7 +119,7 @@ def test_damaged_mxfp4_is_refused(packed: tuple[Path, PreTrainedModel], tmp_path
     tensors[f"{name}_scales"][2, 5, 1] = 255
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"down_proj_scales' holds NaN or infinity"):
-        Checkpoint.open(tmp_path).quantized.read("model.layers.0.mlp.experts.2.down_proj.weight", CPU)
+        Checkpoint.open(tmp_path).quantized.read("model.layers.0.mlp.experts.2.down_proj.weight", FP8, CPU)
     with pytest.raises(CheckpointError, match="must be multiples of 32"):
         Checkpoint.open(change_config(tmp_path, tmp_path, intermediate_size=40))
 

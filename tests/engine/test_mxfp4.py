@@ -7,7 +7,11 @@ import math
 import pytest
 import torch
 
-from megatoken.engine.schemes.mxfp4 import decode, expand
+from megatoken.engine.schemes.packed4 import Packed4, expand
+
+
+def mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> Packed4:
+    return Packed4(codes, 2 * codes.shape[1], "e2m1", scales.view(torch.float8_e8m0fnu))
 
 
 def value(code: int, scale: int) -> float:
@@ -23,7 +27,7 @@ def test_every_byte_with_every_scale(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).expand(256, 256)
     scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16)
     expected = [[value(code, scale) for byte in range(256) for code in (byte & 15, byte >> 4)] for scale in range(256)]
-    decoded = decode(codes, scales, dtype)
+    decoded = mxfp4(codes, scales).decode(dtype)
     assert decoded.dtype == dtype
     torch.testing.assert_close(
         decoded.double(), torch.tensor(expected).to(dtype).double(), rtol=0, atol=0, equal_nan=True
@@ -38,15 +42,17 @@ def test_e4m3_holds_blocks_within_14_octaves(octaves: int, highest: int) -> None
     codes = torch.randint(256, (5, 96 // 2), generator=random, dtype=torch.uint8)
     scales = torch.randint(highest - octaves + 1, highest + 1, (5, 3), generator=random, dtype=torch.uint8)
     codes[0] = 0
-    weight, exact = expand(codes, scales)
+    weight, exact = expand(mxfp4(codes, scales))
     assert exact
     assert (weight.scale_N1.frexp().mantissa == 0.5).all()
-    torch.testing.assert_close(weight.values_ND.float() * weight.scale_N1, decode(codes, scales), rtol=0, atol=0)
+    torch.testing.assert_close(
+        weight.values_ND.float() * weight.scale_N1, mxfp4(codes, scales).decode(torch.float32), rtol=0, atol=0
+    )
 
 
 def test_what_e4m3_cannot_hold_is_reported_and_rounded() -> None:
     codes = torch.full((1, 32), 0x77, dtype=torch.uint8)
     codes[:, 16:] = 0x33
-    weight, exact = expand(codes, torch.tensor([[127, 109]], dtype=torch.uint8))
+    weight, exact = expand(mxfp4(codes, torch.tensor([[127, 109]], dtype=torch.uint8)))
     assert not exact
     assert weight.values_ND.float()[0, 0] * weight.scale_N1[0, 0] == 6.0

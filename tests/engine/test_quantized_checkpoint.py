@@ -274,7 +274,7 @@ def refusal(directory: Path) -> str:
     return message.removeprefix(str(directory)).removeprefix("/")
 
 
-READ = "supported are bf16, fp16 and fp32, and fp8 of ModelOpt and compressed-tensors"
+READ = "supported are bf16, fp16 and fp32; fp8 of ModelOpt and compressed-tensors"
 GROUP = ("config_groups", "group_0")
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
@@ -283,17 +283,18 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
     ("keys", "value", "problem"),
     [
         (("quant_method",), "fp8", "quant_method is 'fp8'"),
-        (("quant_method",), "gptq", "quant_method is 'gptq'"),
+        (("quant_method",), "gptq", "bits is missing"),
+        (("quant_method",), "awq", "bits is missing"),
         (("quant_method",), ["modelopt"], "quant_method is ['modelopt']"),
         (("quant_method",), ABSENT, "quant_method is missing"),
-        (("format",), "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized'"),
-        (("format",), "pack-quantized", "format is 'pack-quantized'"),
+        (("format",), "nvfp4-pack-quantized", "weights.num_bits is 8"),
+        (("format",), "pack-quantized", "weights.num_bits is 8"),
         (("format",), "int-quantized", "format is 'int-quantized'"),
         (("format",), ABSENT, "format is missing"),
         (("sparsity_config",), {"format": "sparse-24-bitmask"}, "sparsity_config.format is 'sparse-24-bitmask'"),
         (("transform_config",), {"config_groups": {"R4": {}}}, "transform_config is {"),
         (("config_groups",), {}, "config_groups is {}"),
-        (("config_groups",), {"a": {}, "b": {}}, "config_groups is {"),
+        (("config_groups",), {"a": {}, "b": {}}, "config_groups.a.weights.type is missing"),
         (("config_groups",), {"a\nb": {}}, "config_groups is {"),
         ((*GROUP, "weights"), INT4, "config_groups.group_0.weights.num_bits is 4"),
         ((*GROUP, "weights"), None, "config_groups.group_0.weights.type is missing"),
@@ -336,10 +337,10 @@ def test_a_declaration_that_declares_nothing(intact: Mapping[str, Path], quantiz
 @pytest.mark.parametrize(
     ("algorithm", "cache", "problem"),
     [
-        ("NVFP4", None, "quant_algo is 'NVFP4'"),
-        ("W4A16_AWQ", None, "quant_algo is 'W4A16_AWQ'"),
+        ("NVFP4_SVD", None, "quant_algo is 'NVFP4_SVD'"),
+        ("W4A8_AWQ", None, "quant_algo is 'W4A8_AWQ'"),
         ("FP8_PB_WO", None, "quant_algo is 'FP8_PB_WO'"),
-        ("MIXED_PRECISION", None, "quant_algo is 'MIXED_PRECISION'"),
+        ("MIXED_PRECISION", None, "quantized_layers is missing"),
         (None, "FP8", "quant_algo is None"),
         (["FP8"], None, "quant_algo is ['FP8']"),
         ("FP8", "NVFP4", "kv_cache_quant_algo is 'NVFP4'"),
@@ -455,7 +456,7 @@ def test_nan_is_found(intact: Mapping[str, Path], code: int, position: int, tmp_
     assert checkpoint.quantized is not None
     pattern = rf"model.safetensors: tensor '{name}' holds NaN"
     with pytest.raises(CheckpointError, match=pattern):
-        checkpoint.quantized.read(name, CPU)
+        checkpoint.quantized.read(name, FP8, CPU)
     with pytest.raises(CheckpointError, match=pattern):
         checkpoint.read(name, torch.float32)
 
@@ -481,7 +482,7 @@ def test_weights_are_read_in_pieces(intact: Mapping[str, Path], layout: str, mon
         for name in names:
             assert torch.equal(checkpoint.read(name, torch.float32), whole[name])
             if name in checkpoint.quantized:
-                assert torch.equal(multiplied_out(checkpoint.quantized.read(name, CPU)), whole[name])
+                assert torch.equal(multiplied_out(checkpoint.quantized.read(name, FP8, CPU)), whole[name])
 
 
 def test_the_hash_covers_every_declaration(intact: Mapping[str, Path], tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES
 from megatoken.engine.device import plan_memory
 from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers
+from megatoken.engine.schemes import find_scheme
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
 
-CPU = torch.device("cpu")
+CPU, FP8 = torch.device("cpu"), find_scheme("fp8")
 CUT_VOCABULARY, WHOLE_VOCABULARY = 304, 301  # by two ranks or four
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
@@ -142,7 +143,7 @@ def test_fp8_linears_are_cut_with_the_scales_of_their_rows(layout: str, tmp_path
     source = open_model(directory)
     shares = [RankWeights(source, rank, 2).quantized for rank in range(2)]
     for name in source.config.linear_shapes:
-        whole, parts = source.quantized.read(name, CPU), [share.read(name, CPU) for share in shares]
+        whole, parts = source.quantized.read(name, FP8, CPU), [share.read(name, FP8, CPU) for share in shares]
         values = [part.values_ND.float() * part.scale_N1 for part in parts]
         by_columns = "o_proj" in name or "down_proj" in name
         assert torch.equal(torch.cat(values, dim=int(by_columns)), whole.values_ND.float() * whole.scale_N1)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, end_token_ids, model_folder
 from megatoken.engine.hugging_face import model_config
-from megatoken.engine.quantized_checkpoint import Expected, Fp8Tensors, declared_layout
+from megatoken.engine.quantized_checkpoint import QuantizedTensors, declared, expected_tensors
+from megatoken.engine.quantized_layouts import Expected
 from megatoken.engine.stacked_experts import StackedExperts
 from megatoken.engine.tensor_files import FETCH, StoredTensor, find_tensors, one_line_errors, read_json
 from megatoken.errors import CheckpointError
@@ -30,7 +31,7 @@ class Checkpoint:
 
     Attributes:
         config: Shape of the model; end tokens come from ``generation_config.json`` if that file exists.
-        quantized: The linears that are stored in e4m3, with their scales, or the experts in MXFP4; None if none are.
+        quantized: The linears that are stored in fewer bits, with their scales; None if none are.
         content_hash: SHA-256 over the configuration files and every shard's name, size and header: cheap, but it does
             not see a change of weights that keeps names and shapes.
     """
@@ -39,14 +40,13 @@ class Checkpoint:
         self,
         config: ModelConfig,
         tensors: Mapping[str, StoredTensor],
-        quantized: Fp8Tensors | None,
+        quantized: QuantizedTensors | StackedExperts | None,
         content_hash: str,
         stacked: StackedExperts | None = None,
     ) -> None:
         self.config = config
-        self.quantized = stacked if stacked is not None and stacked.packed else quantized
+        self.quantized = quantized
         self._stacked = stacked
-        self._fp8 = quantized
         self.content_hash = content_hash
         self._tensors = tensors
 
@@ -60,29 +60,34 @@ class Checkpoint:
         """
         config = read_config(directory)
         with one_line_errors(directory):
-            layout = declared_layout(directory)
+            declaration = declared(directory, config)
             tensors, content_hash = find_tensors(directory)
             head = tensors.pop("lm_head.weight", None) if config.tied_embeddings else None
-            expected = {name: Expected((shape,)) for name, shape in config.tensor_shapes().items()}
+            if declaration is None:
+                expected = {name: Expected((shape,)) for name, shape in config.tensor_shapes().items()}
+            else:
+                expected = expected_tensors(declaration, config, tensors)
             stacked = None
             if config.experts is not None and config.experts.biases:
                 stacked = StackedExperts(config, tensors)
                 expected = {name: one for name, one in expected.items() if not stacked.has(name)} | stacked.expected()
-            if layout is not None:
-                expected |= layout.expected(config, tensors)
             _check_tensors(expected, tensors, directory)
             if head is not None and not head.equals(tensors["model.embed_tokens.weight"]):
                 raise CheckpointError(
                     f"{head.path}: tensor 'lm_head.weight' differs from the embedding it should be tied to; "
                     "set tie_word_embeddings to false in config.json"
                 )
-            quantized = None if layout is None else Fp8Tensors(layout, config, tensors)
+            quantized: QuantizedTensors | StackedExperts | None = None
+            if stacked is not None and stacked.packed:
+                quantized = stacked
+            elif declaration is not None:
+                quantized = QuantizedTensors(declaration, config, tensors)
         return cls(config, tensors, quantized, content_hash, stacked)
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """One weight as a fresh tensor that holds no file open; takes a few MB more than its result.
 
-        e4m3 values are multiplied by their scale, in fp32.
+        Quantized values are multiplied by their scales, in fp32.
 
         Args:
             name: A key of ``config.tensor_shapes()``.
@@ -94,19 +99,20 @@ class Checkpoint:
         """
         import torch
 
+        if self.quantized is not None and name in self.quantized:
+            result = self.quantized.stored(name).decode(dtype)
+            _check_finite(name, self.quantized.directory, result)
+            return result if device is None else result.to(device)
         if self._stacked is not None and self._stacked.has(name):
             return self._stacked.plain(name, dtype, device)
         stored = self._tensors[name]
-        scale_N1 = self._fp8.scale(name) if self._fp8 is not None and name in self._fp8 else None
         result = torch.empty(stored.shape, dtype=dtype)
         with one_line_errors(stored.path):
             for start, chunk in stored.chunks():
                 rows = slice(start, start + len(chunk))
                 part = result.view(-1, chunk.shape[1])[rows]
-                part.copy_(chunk if scale_N1 is None else chunk.float() * scale_N1[rows])
-                smallest, largest = part.aminmax()  # both NaN if any element is; 20 times faster than isfinite().all()
-                if not (math.isfinite(smallest.item()) and math.isfinite(largest.item())):
-                    raise CheckpointError(f"{stored.path}: tensor {name!r} holds NaN or infinity as {dtype}; {FETCH}")
+                part.copy_(chunk)
+                _check_finite(name, stored.path, part)
         return result if device is None else result.to(device)
 
 
@@ -125,7 +131,7 @@ class RandomWeights:
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self.config = config
-        self.quantized: Fp8Tensors | None = None
+        self.quantized: None = None
         experts = "" if config.experts is None else f" {config.experts}"
         self.content_hash = hashlib.sha256(f"random {seed} {replace(config, name='')}{experts}".encode()).hexdigest()
         self._seed = seed
@@ -201,6 +207,12 @@ def read_config(directory: Path) -> ModelConfig:
             ids = end_token_ids(read_json(generation), generation, config.vocabulary_size)
             config = replace(config, end_token_ids=ids)
     return config
+
+
+def _check_finite(name: str, path: Path, values: torch.Tensor) -> None:
+    smallest, largest = values.aminmax()  # both NaN if any element is; 20 times faster than isfinite().all()
+    if not (math.isfinite(smallest.item()) and math.isfinite(largest.item())):
+        raise CheckpointError(f"{path}: tensor {name!r} holds NaN or infinity as {values.dtype}; {FETCH}")
 
 
 def _check_tensors(expected: Mapping[str, Expected], tensors: Mapping[str, StoredTensor], directory: Path) -> None:

@@ -14,23 +14,22 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import ExpertsConfig, ModelConfig, Precision, RopeConfig
+from megatoken.engine.config import ExpertsConfig, ModelConfig, RopeConfig
 from megatoken.engine.ops import Batch, Ops, Ranks
 from megatoken.engine.process_memory import return_freed_memory
 from megatoken.engine.schemes import LinearScheme
 
 
 class QuantizedSource(Protocol):
-    """Linears that a checkpoint stores quantised, with their scales."""
+    """Linears that a checkpoint stores quantised, with their scales.
 
-    @property
-    def precision(self) -> Precision:
-        """The format that they are stored in."""
+    ``expanded``: 4-bit weights that were read in fp8, and whether e4m3 held every value exactly.
+    """
 
-    def __contains__(self, name: object) -> bool: ...
+    expanded: dict[str, bool]
 
-    def read(self, name: str, device: torch.device) -> Any:
-        """One weight, as stored, in the type of its ``LinearScheme``."""
+    def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any | None:
+        """One weight in the scheme's own type; None if it must be multiplied out for that, or is plain."""
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         """Of a layer's fp8 keys and values."""
@@ -87,13 +86,11 @@ def load_weights(
 ) -> Weights:
     """Read and pack tensor by tensor, so that the peak is the packed model and one matrix.
 
-    The layers' linears are quantised unless they are stored in the scheme's precision; embedding, norms and head are
-    plain.
+    The layers' linears are quantised unless the scheme keeps the form that they are stored in; embedding, norms and
+    head are plain.
     """
     config = source.config
     stored = source.quantized
-    if stored is not None and stored.precision != scheme.precision:
-        stored = None
     dtype = scheme.activation_dtype
 
     def tensor(name: str) -> Tensor:
@@ -101,7 +98,8 @@ def load_weights(
 
     def weight(part: str) -> Any:
         name = f"{part}.weight"
-        return stored.read(name, device) if stored is not None and name in stored else tensor(name)
+        kept = None if stored is None else stored.read(name, scheme, device)
+        return tensor(name) if kept is None else kept
 
     def read(part: str, bias: bool) -> tuple[Any, Tensor | None]:
         return weight(part), tensor(f"{part}.bias") if bias else None
@@ -142,7 +140,7 @@ def load_weights(
             else None,
             down=linear(f"{mlp}.down_proj", config.mlp_bias) if mixture is None else None,
             experts=None if mixture is None else experts(number, mixture),
-            cache_scales=(1.0, 1.0) if stored is None else stored.cache_scales(number),
+            cache_scales=stored.cache_scales(number) if stored is not None and scheme.fp8_cache else (1.0, 1.0),
         )
 
     embedding_VD = tensor("model.embed_tokens.weight")

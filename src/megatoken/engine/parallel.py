@@ -39,6 +39,7 @@ from megatoken.engine.batch import StepArrays
 from megatoken.engine.config import EngineConfig, model_folder, sharded
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.model import QuantizedSource, WeightSource
+from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.schemes.fp8_weight import share
 from megatoken.errors import MegatokenError
 
@@ -88,18 +89,15 @@ class _RankQuantized:
     """The quantised linears of one rank."""
 
     def __init__(self, whole: QuantizedSource, rank: int, ranks: int) -> None:
-        self.precision = whole.precision
+        self.expanded = whole.expanded
         self._whole = whole
         self._rank = rank
         self._ranks = ranks
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._whole
-
-    def read(self, name: str, device: torch.device) -> Any:
+    def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any | None:
         side = _cut_side(name.split(".")[-2])
-        whole = self._whole.read(name, device)
-        return whole if side is None else whole.share(side, self._rank, self._ranks)
+        whole = self._whole.read(name, scheme, device)
+        return whole if side is None or whole is None else whole.share(side, self._rank, self._ranks)
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         return self._whole.cache_scales(layer)

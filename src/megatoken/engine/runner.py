@@ -235,6 +235,8 @@ class ModelRunner:
         self.last_step_end = 0.0
         self.measured_input_scales = 0
         """Linears whose fp8 input scale was measured at start, because the checkpoint has none."""
+        self.expanded_linears: dict[str, int] | None = None
+        """4-bit linears that were expanded to e4m3 when they were loaded, and how many of them exactly."""
         self._device = device
         self._config = source.config
         self._ops = ops
@@ -246,6 +248,8 @@ class ModelRunner:
             compiling = start_compiling(source.config, config, memory.page_size, device)
         self._padded_tokens = partial(ops.padded_tokens, weights_bytes=memory.weights_bytes)
         self._weights = load_weights(source, ops, scheme, memory.max_length, device)
+        if source.quantized is not None and (expanded := source.quantized.expanded):
+            self.expanded_linears = {"count": len(expanded), "exact": sum(expanded.values())}
         if device.type == "cuda":
             torch.cuda.empty_cache()
         else:
@@ -282,6 +286,7 @@ class ModelRunner:
             **self._ops.kernels(),
             "threads": torch.get_num_threads(),
             "measured_input_scales": self.measured_input_scales,
+            "expanded_linears": self.expanded_linears,
             "why_no_gpu": self.why_no_gpu,
         }
 

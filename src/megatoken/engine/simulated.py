@@ -245,6 +245,7 @@ class SimulatedRunner:
             "bf16_widened": False,
             "threads": 0,
             "measured_input_scales": 0,
+            "expanded_linears": None,
             "why_no_gpu": None,
         }
 

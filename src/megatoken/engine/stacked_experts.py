@@ -2,7 +2,7 @@
 
 The engine knows each expert's gate, up and down projection by names of their own, as other families store them. Here
 ``gate_up_proj`` has the rows of both in turn, gate first. MXFP4 has ``X_blocks``, uint8 [experts, rows, columns / 32,
-16], and ``X_scales``, uint8 [experts, rows, columns / 32] (see ``schemes.mxfp4``). Plain weights are transposed,
+16], and ``X_scales``, uint8 [experts, rows, columns / 32] (``schemes.packed4``). Plain weights are transposed,
 [experts, columns, rows]. Biases are plain, [experts, rows].
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.quantized_checkpoint import Expected
-from megatoken.engine.schemes.fp8 import FP8
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.quantized_checkpoint import kept_in
+from megatoken.engine.quantized_layouts import MXFP4_BLOCK, Expected
+from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.tensor_files import FETCH, StoredTensor, one_line_errors
 from megatoken.errors import CheckpointError
 
@@ -22,9 +23,8 @@ if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
     import torch
     from torch import Tensor
 
-    from megatoken.engine.schemes.fp8_weight import Fp8Weight
+    from megatoken.engine.schemes.packed4 import Packed4
 
-BLOCK_COLUMNS = 32
 BYTES = ("U8",)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _LARGEST_SCALE = 252  # six times as much is finite
@@ -40,14 +40,13 @@ class _Place(NamedTuple):
 
 
 class StackedExperts:
-    """The experts of such a checkpoint. If they are MXFP4, also a source of quantised linears in fp8, which is exact.
+    """The experts of such a checkpoint. If they are MXFP4, also a source of quantised linears.
 
     Attributes:
         packed: the weights are MXFP4.
-        rounded: how many of the weights that were read as fp8 were not exact.
+        directory: of the files.
+        expanded: weights that were read in fp8, and whether e4m3 held every value exactly.
     """
-
-    precision: Precision = FP8.precision
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
         """``tensors``: all of the checkpoint, checked when they are read.
@@ -57,15 +56,16 @@ class StackedExperts:
         """
         assert config.experts is not None
         self.packed = any(name.endswith(_BLOCKS) for name in tensors)
-        self.rounded = 0
+        self.directory = next(iter(tensors.values())).path.parent
+        self.expanded: dict[str, bool] = {}
         self._tensors = tensors
         self._places: dict[str, _Place] = {}
         self._sides: dict[str, tuple[int, int]] = {}
         mixture, hidden, width = config.experts, config.hidden_size, config.experts.intermediate_size
         self._count = mixture.count
-        if self.packed and (hidden % BLOCK_COLUMNS or width % BLOCK_COLUMNS):
+        if self.packed and (hidden % MXFP4_BLOCK or width % MXFP4_BLOCK):
             raise CheckpointError(
-                f"{config.name}: MXFP4 experts of {hidden} x {width}, which must be multiples of {BLOCK_COLUMNS}; "
+                f"{config.name}: MXFP4 experts of {hidden} x {width}, which must be multiples of {MXFP4_BLOCK}; "
                 "fix hidden_size and intermediate_size in config.json"
             )
         if not self.packed and hidden == 2 * width:
@@ -85,9 +85,9 @@ class StackedExperts:
         """The tensors that the files must have for the experts."""
         tensors = {}
         for name, (rows, columns) in self._sides.items():
-            blocks = (self._count, rows, columns // BLOCK_COLUMNS)
+            blocks = (self._count, rows, columns // MXFP4_BLOCK)
             if self.packed:
-                tensors[f"{name}{_BLOCKS}"] = Expected(((*blocks, BLOCK_COLUMNS // 2),), BYTES)
+                tensors[f"{name}{_BLOCKS}"] = Expected(((*blocks, MXFP4_BLOCK // 2),), BYTES)
                 tensors[f"{name}{_SCALES}"] = Expected((blocks,), BYTES)
             else:
                 tensors[name] = Expected(((self._count, columns, rows),))
@@ -102,28 +102,35 @@ class StackedExperts:
         """Whether ``name`` is the weight of an expert that is stored quantised."""
         return self.packed and isinstance(name, str) and name.endswith(".weight") and self.has(name)
 
-    def read(self, name: str, device: torch.device) -> Fp8Weight:
-        """One weight in e4m3 with a power of two for each row.
+    def stored(self, name: str) -> Packed4:
+        """One weight, on the CPU.
 
         Raises:
             CheckpointError: it holds NaN or infinity, or the file changed.
         """
-        from megatoken.engine.schemes.mxfp4 import expand
+        import torch
 
-        weight, exact = expand(*self._packed(name, device))
-        self.rounded += not exact
-        return weight
+        from megatoken.engine.schemes.packed4 import Packed4
+
+        place = self._places[name.rpartition(".")[0]]
+        blocks, scales = (self._tensors[f"{place.stored}{end}"].item(place.expert) for end in (_BLOCKS, _SCALES))
+        with one_line_errors(blocks.path):
+            codes_NB = blocks.whole().flatten(1)[place.first :: place.step].contiguous()
+            scales_NG = scales.whole()[place.first :: place.step].contiguous()
+        if scales_NG.amax() > _LARGEST_SCALE:
+            raise CheckpointError(f"{scales.path}: tensor {place.stored + _SCALES!r} holds NaN or infinity; {FETCH}")
+        return Packed4(codes_NB, 2 * codes_NB.shape[1], "e2m1", scales_NG.view(torch.float8_e8m0fnu))
+
+    def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any | None:
+        """One weight as ``QuantizedTensors.read``; raises as ``stored``."""
+        return kept_in(scheme, self, name, device)
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         """None are stored."""
         return 1.0, 1.0
 
     def plain(self, name: str, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-        """One weight [rows, columns] or bias [rows] as a fresh tensor, as ``Checkpoint.read``."""
-        from megatoken.engine.schemes.mxfp4 import decode
-
-        if name in self:
-            return decode(*self._packed(name, device), dtype)
+        """One plain weight [rows, columns] or bias [rows] as a fresh tensor, as ``Checkpoint.read``."""
         part, kind = name.rsplit(".", 1)
         place = self._places[part]
         bias = kind == "bias"
@@ -135,14 +142,3 @@ class StackedExperts:
         if not (math.isfinite(smallest.item()) and math.isfinite(largest.item())):
             raise CheckpointError(f"{stored.path}: tensor {place.stored!r} holds NaN or infinity as {dtype}; {FETCH}")
         return values.contiguous().to(device or "cpu")
-
-    def _packed(self, name: str, device: torch.device | None) -> tuple[Tensor, Tensor]:
-        """Codes [rows, columns / 2] and scales [rows, columns / 32]."""
-        place = self._places[name.rpartition(".")[0]]
-        blocks, scales = (self._tensors[f"{place.stored}{end}"].item(place.expert) for end in (_BLOCKS, _SCALES))
-        with one_line_errors(blocks.path):
-            codes_NB = blocks.whole().flatten(1)[place.first :: place.step]
-            scales_NG = scales.whole()[place.first :: place.step]
-        if scales_NG.amax() > _LARGEST_SCALE:
-            raise CheckpointError(f"{scales.path}: tensor {place.stored + _SCALES!r} holds NaN or infinity; {FETCH}")
-        return codes_NB.contiguous().to(device or "cpu"), scales_NG.contiguous().to(device or "cpu")

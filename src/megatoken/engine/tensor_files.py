@@ -21,11 +21,9 @@ if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
     import torch
 
 DTYPES = {
-    "BF16": ("bfloat16", 2),
-    "F16": ("float16", 2),
-    "F32": ("float32", 4),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "U8": ("uint8", 1),
+    **{"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)},
+    **{"F8_E4M3": ("float8_e4m3fn", 1), "F8_E8M0": ("float8_e8m0fnu", 1)},
+    **{"U8": ("uint8", 1), "I32": ("int32", 4), "I64": ("int64", 8)},
 }
 """Supported types by safetensors' names: PyTorch's name and bytes of a value."""
 FETCH = "fetch the file again"

@@ -224,6 +224,8 @@ def engine_notes(engine: Mapping[str, Any], precision: str | None) -> list[Reaso
         notes.append(reason("BF16_WIDENED"))
     if engine.get("device") == "cpu" and engine.get("why_no_gpu"):
         notes.append(reason("NO_GPU", why=engine["why_no_gpu"]))
+    if (expanded := engine.get("expanded_linears")) is not None:
+        notes.append(reason("EXPANDED_WEIGHTS", linears=expanded["count"], exact=expanded["exact"]))
     return notes
 
 

@@ -189,9 +189,7 @@ NOTES: Mapping[str, tuple[str, ...]] = {
     "USAGE_TOO_SMALL": ("{answers:,} of {of:count answer} have fewer tokens by usage than frames that brought text",),
     "OVER_MAX_TOKENS": ("{answers:,} of {of:count answer} have more tokens than max_tokens allows",),
     "CUT_ANSWERS": ("{answers:,} of {of:count answer} were cut by length before max_tokens",),
-    "LENGTHS_NOT_FORCED": (
-        "{answers:,} of {of:count answer} ended before the length that ignore_eos asked for",
-    ),
+    "LENGTHS_NOT_FORCED": ("{answers:,} of {of:count answer} ended before the length that ignore_eos asked for",),
     "PADDED_ANSWERS": ("{answers:,} of {of:count answer} end in white space that counts as tokens",),
     "CACHED_PROMPTS": (
         "the server took {share:percent} of the prompt tokens from a cache, in {answers:,} of {of:count answer}",
@@ -231,6 +229,10 @@ NOTES: Mapping[str, tuple[str, ...]] = {
         " --precision fp32 may be faster here",
     ),
     "NO_GPU": ("{why}",),
+    "EXPANDED_WEIGHTS": (
+        "4-bit weights were expanded to fp8 when they were loaded: {exact} of {linears:count linear} exactly, the"
+        " others rounded",
+    ),
     "CORE_WAIT": (
         "CPU contention: this process waited for a core {share:percent} of the time, so the result is low. Stop other"
         " work, or lower engine.threads",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from megatoken.engine.ops.cuda_linear import Linear
     from megatoken.engine.schemes.fp8_weight import Fp8Weight
+    from megatoken.engine.schemes.packed4 import Packed4
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ class Fp8Scheme(LinearScheme):
     def head(self) -> LinearScheme:
         """bf16."""
         return BF16
+
+    def keep(self, stored: Callable[[], Fp8Weight | Packed4]) -> tuple[Fp8Weight, bool | None]:
+        """e4m3 with its own scales; 4-bit weights expanded with a scale for each row."""
+        from megatoken.engine.schemes.fp8_weight import Fp8Weight
+        from megatoken.engine.schemes.packed4 import expand
+
+        weight = stored()
+        return (weight, None) if isinstance(weight, Fp8Weight) else expand(weight)
 
     def quantise(self, weight: Tensor) -> Fp8Weight:
         """One scale for the whole weight."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
+_PART_ELEMENTS = 1 << 20  # decoded at a time, so that the copy in fp32 stays small
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,21 @@ class Fp8Weight:
     values_ND: Tensor
     scale_N1: Tensor
     input_scale: float | None = None
+
+    def to(self, device: torch.device) -> Fp8Weight:
+        """The same on another device."""
+        return Fp8Weight(self.values_ND.to(device), self.scale_N1.to(device), self.input_scale)
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """The values, computed in fp32 and rounded to ``dtype``."""
+        decoded_ND = torch.empty(self.values_ND.shape, dtype=dtype, device=self.values_ND.device)
+        scale_N1 = self.scale_N1.expand(len(decoded_ND), 1)
+        rows = max(1, _PART_ELEMENTS // decoded_ND.shape[1])
+        for part, values, scale in zip(
+            *(torch.split(x, rows) for x in (decoded_ND, self.values_ND, scale_N1)), strict=True
+        ):
+            part.copy_(values.float() * scale)
+        return decoded_ND
 
     def share(self, side: int, rank: int, ranks: int) -> Fp8Weight:
         """A rank's rows (``side`` 0) or columns (1) with their scales."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # memory planning and simulation run without PyTorch
     from torch import Tensor
 
     from megatoken.engine.ops.cuda_linear import Linear
+    from megatoken.engine.schemes.fp8_weight import Fp8Weight
+    from megatoken.engine.schemes.packed4 import Packed4
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,14 @@ class LinearScheme:
     def head(self) -> LinearScheme:
         """The plain scheme of the head."""
         return self
+
+    def keep(self, stored: Callable[[], Fp8Weight | Packed4]) -> tuple[Any, bool | None] | None:
+        """A weight in this format from one that a checkpoint stores quantised; None if it must be multiplied out.
+
+        With it, whether all values of a 4-bit weight are still exact; None where there was nothing to round. ``stored``
+        reads the weight, on the device of the result.
+        """
+        return None
 
     def quantise(self, weight: Tensor) -> Any:
         """A plain weight [N, D] in this format."""
