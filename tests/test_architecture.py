@@ -30,6 +30,7 @@ ORDER = [
     "analysis",
     "runs",
     "hardware",
+    "quantization",
     "engine",
     "signals",
     "yaml_files",

@@ -24,6 +24,7 @@ from megatoken.cli import (
     generate,
     plan,
     qualify,
+    quantize,
     report,
     run,
     serve,
@@ -63,6 +64,7 @@ app.command(cls=generate.GenerateCommand)(generate.generate)
 app.command(cls=serve.ServeCommand)(serve.serve)
 app.command(cls=Command)(qualify.qualify)
 app.command(cls=Command)(doctor.doctor)
+app.command(cls=Command)(quantize.quantize)
 app.command(cls=check.CheckCommand)(check.check)
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(compare.aggregate)

@@ -32,6 +32,7 @@ class Checkpoint:
     Attributes:
         config: Shape of the model; end tokens come from ``generation_config.json`` if that file exists.
         quantized: The linears that are stored in fewer bits, with their scales; None if none are.
+        tensors: What the files hold, by name; without a head that is tied to the embedding.
         content_hash: SHA-256 over the configuration files and every shard's name, size and header: cheap, but it does
             not see a change of weights that keeps names and shapes.
     """
@@ -48,7 +49,7 @@ class Checkpoint:
         self.quantized = quantized
         self._stacked = stacked
         self.content_hash = content_hash
-        self._tensors = tensors
+        self.tensors = tensors
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
@@ -105,7 +106,7 @@ class Checkpoint:
             return result if device is None else result.to(device)
         if self._stacked is not None and self._stacked.has(name):
             return self._stacked.plain(name, dtype, device)
-        stored = self._tensors[name]
+        stored = self.tensors[name]
         result = torch.empty(stored.shape, dtype=dtype)
         with one_line_errors(stored.path):
             for start, chunk in stored.chunks():

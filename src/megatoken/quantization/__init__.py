@@ -1,0 +1,1 @@
+"""A checkpoint -> the same checkpoint in fewer bits, which other engines load."""
