@@ -222,6 +222,10 @@ class RunConfig(Section):
     min_duration_seconds: Seconds | None = Field(
         default=None, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"
     )
+    power_meter: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="meter of the whole system: a file that holds its watts, or a command that prints them",
+    )
     warm_up_seconds: Seconds = Field(default=3.0, description="time to estimate the rate; not measured")
     out: GivenPath = Field(default=Path("runs"), description="folder in which the run folder is created")
     engine: EngineSection = EngineSection()

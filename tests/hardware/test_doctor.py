@@ -17,6 +17,7 @@ import pytest
 from cli_support import call_here
 from megatoken.hardware.doctor import examine, gpu, software, system
 from megatoken.hardware.doctor.finding import Finding, State
+from megatoken.hardware.nvml import all_gpus
 
 
 @pytest.fixture(autouse=True)
@@ -174,14 +175,14 @@ HEALTHY = {
     ],
 )
 def test_each_setting_of_a_gpu_is_found_with_its_command(question: str, answer: object, code: str, words: str) -> None:
-    (found,) = by_code(gpu.check_gpus(Nvml(**HEALTHY | {question: answer}))).values()
+    (found,) = by_code(gpu.check_gpus(all_gpus(Nvml(**HEALTHY | {question: answer})))).values()
     assert (found.code, found.state) == (f"gpu0_{code}", State.FIX)
     assert words in found.command
 
 
 def test_a_healthy_gpu_has_nothing_to_fix_and_a_silent_one_is_no_fault() -> None:
     for nvml in (Nvml(**HEALTHY), Nvml()):
-        assert [finding.state for finding in gpu.check_gpus(nvml)] == [State.OK]
+        assert [finding.state for finding in gpu.check_gpus(all_gpus(nvml))] == [State.OK]
 
 
 def test_a_machine_with_a_driver_and_no_nvml_says_what_to_install(

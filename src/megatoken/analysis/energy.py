@@ -65,6 +65,23 @@ def run_energy(series: pa.Table) -> RunEnergy:
     return RunEnergy(None if why else joules, output_tokens, seconds, why or BASIS)
 
 
+def system_energy(series: pa.Table) -> RunEnergy:
+    """The same of the whole system, by the user's power meter: the first row of each moment has its reading."""
+    import pyarrow.compute as pc
+
+    metered = series.filter(pc.is_valid(series["system_power_watts"])).sort_by("elapsed_seconds")
+    output_tokens = run_energy(series).output_tokens
+    if not len(metered):
+        return RunEnergy(None, output_tokens, 0.0, "the run recorded no power meter")
+    times, watts = numbers(metered["elapsed_seconds"]), numbers(metered["system_power_watts"])
+    spans = np.diff(times, prepend=0.0)
+    if spans.max() > LONGEST_GAP_SECONDS:
+        gap = f"the power meter was not read for {spans.max():.1f} s"
+        why = f"{gap}; {LONGEST_GAP_SECONDS:g} s is the longest allowed gap"
+        return RunEnergy(None, output_tokens, float(times[-1]), why)
+    return RunEnergy(float((watts * spans).sum()), output_tokens, float(times[-1]), BASIS)
+
+
 def energy_together(energies: Sequence[RunEnergy]) -> RunEnergy:
     """The energy of consecutive runs; unknown if that of one is."""
     unknown = next((energy for energy in energies if energy.joules is None), None)

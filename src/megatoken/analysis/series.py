@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatoken.hardware.telemetry import ERROR_WORDS, ERRORS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,6 +56,25 @@ def totals_over_time(series: pa.Table, columns: list[str]) -> list[Floats]:
         for total, value in zip(totals, values, strict=True):
             total += np.interp(times, elapsed[rows], value[rows])
     return [times, *totals]
+
+
+def gpu_errors(series: pa.Table) -> list[dict[str, Any]]:
+    """What the GPUs of a run counted: replica, field of ``SeriesRow``, kind in words, count, time of the first."""
+    found = []
+    for node, replica, rows in replicas(series):
+        for name in ERRORS:
+            counts = numbers(series[name])[rows]
+            if (bad := np.flatnonzero(counts > 0)).size:
+                found.append(
+                    {
+                        "replica": f"{node}/{replica}",
+                        "field": name,
+                        "kind": ERROR_WORDS[name],
+                        "count": int(np.nanmax(counts)),
+                        "begins_seconds": float(numbers(series["elapsed_seconds"])[rows][bad[0]]),
+                    }
+                )
+    return found
 
 
 def masks(column: pa.ChunkedArray) -> dict[str, NDArray[np.bool_]]:

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.analysis.comparison import student_t
-from megatoken.analysis.series import Floats, numbers, replicas, tokens_from_start, totals_over_time
+from megatoken.analysis.series import Floats, gpu_errors, numbers, replicas, tokens_from_start, totals_over_time
+from megatoken.hardware.nvml import HARMFUL_REASONS, POWER_CAP, words_of
 from megatoken.runs.reasons import Shortfall, shortfall
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ GAP_SECONDS = 5.0  # without a token, or five times the usual distance of two ro
 GAP_ROWS = 5.0
 FULL_LIMIT = 0.95  # of the rows in which a sample must be waiting
 THROTTLED_LIMIT = 0.05  # of the rows of a GPU
+FATAL_ERRORS = ("ecc_uncorrected_errors", "xid_errors")
 
 LOW_CLOCK_SHARE = 0.98
 AT_POWER_LIMIT_SHARE = 0.97
@@ -217,6 +219,7 @@ def judge_stability(
         "gaps": list(_gaps(series, spans)),
         "full_share": float((numbers(series["waiting"])[settled] > 0).mean()) if settled.any() else None,
         "throttling": _throttling(series, settled, gpus),
+        "gpu_errors": gpu_errors(series),
     }
     if len(windows.rates) < FEWEST_WINDOWS:
         seconds = windows.seconds
@@ -302,9 +305,11 @@ def _throttling(series: pa.Table, settled: NDArray[np.bool_], gpus: Mapping[str,
     """Throttling by clocks, power and temperatures of the settled time; None without telemetry.
 
     A GPU at its power limit lowers its clock by design, and the rate includes that cost. A clock well below the highest
-    of the soak while power is below its limit has another cause, most often heat.
+    of the soak while power is below its limit has another cause, most often heat. Where the driver gives its reasons
+    for low clocks, those of a fault count instead of that guess.
     """
-    clock, power, heat = (numbers(series[name]) for name in ("clock_mhz", "power_watts", "temperature_celsius"))
+    names = ("clock_mhz", "power_watts", "temperature_celsius", "clock_reasons")
+    clock, power, heat, reasons = (numbers(series[name]) for name in names)
     found = []
     for node, replica, rows in replicas(series):
         rows = rows[settled[rows] & np.isfinite(clock[rows]) & np.isfinite(power[rows])]
@@ -314,7 +319,12 @@ def _throttling(series: pa.Table, settled: NDArray[np.bool_], gpus: Mapping[str,
         full, used = limits.max_clock_mhz or float(clock[rows].max()), power[rows] / limits.power_limit_watts
         capped = (clock[rows] < LOW_CLOCK_SHARE * full) & (used >= AT_POWER_LIMIT_SHARE)
         dropped = (clock[rows] < DROPPED_CLOCK_SHARE * clock[rows].max()) & (used < BELOW_POWER_LIMIT_SHARE)
-        found.append((float(dropped.mean()), float(capped.mean()), f"{node}/{replica}"))
+        stated, seen = reasons[rows], 0
+        if np.isfinite(stated).all():
+            bits = stated.astype(np.int64)
+            capped, dropped = (bits & POWER_CAP) > 0, (bits & HARMFUL_REASONS) > 0
+            seen = int(np.bitwise_or.reduce(bits)) & HARMFUL_REASONS
+        found.append((float(dropped.mean()), float(capped.mean()), f"{node}/{replica}", words_of(seen)))
     if not found:
         return None
     worst = max(found)
@@ -323,7 +333,8 @@ def _throttling(series: pa.Table, settled: NDArray[np.bool_], gpus: Mapping[str,
     return {
         "otherwise_limited_share": worst[0],
         "otherwise_limited_replica": worst[2] if worst[0] else None,
-        "power_limited_share": float(np.mean([capped for _, capped, _ in found])),
+        "otherwise_limited_causes": worst[3],
+        "power_limited_share": float(np.mean([capped for _, capped, *_ in found])),
         "lowest_clock_mhz": float(clock[known].min()),
         "median_clock_mhz": float(np.median(clock[known])),
         "highest_temperature_celsius": float(heat[hot].max()) if hot.any() else None,
@@ -347,7 +358,11 @@ def _unstable(figures: Mapping[str, Any]) -> Iterator[Shortfall]:
         begins = longest["begins_seconds"]
         yield shortfall("GAP", longest["seconds"], GAP_SECONDS, gaps=len(gaps), begins_seconds=begins)
     if throttling and (share := throttling["otherwise_limited_share"]) > THROTTLED_LIMIT:
-        yield shortfall("THROTTLED", share, THROTTLED_LIMIT, replica=throttling["otherwise_limited_replica"])
+        replica, causes = throttling["otherwise_limited_replica"], throttling["otherwise_limited_causes"]
+        yield shortfall("THROTTLED", share, THROTTLED_LIMIT, replica=replica, causes=causes or None)
+    for error in figures["gpu_errors"]:
+        if error["field"] in FATAL_ERRORS:
+            yield shortfall("GPU_ERRORS", error["count"], 0, replica=error["replica"], kind=error["kind"])
 
 
 def _unknown(figures: Mapping[str, Any]) -> Iterator[Shortfall]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.analysis.early_stopping import queries_needed
-from megatoken.analysis.energy import run_energy
+from megatoken.analysis.energy import run_energy, system_energy
 from megatoken.analysis.series import Floats, masks, numbers, tokens_per_second_within, totals_over_time
 from megatoken.text import is_number
 
@@ -62,7 +62,7 @@ def summarise(
         "rated_seconds": rated,
     }
     steady = steady_window(done.first, done.last, series) if finished else None
-    energy = run_energy(series)
+    energy, system = run_energy(series), system_energy(series)
     return {
         "output_tokens_per_second": rates["output_tokens_per_second"],
         "whole_run_output_tokens_per_second": _rate(output_tokens, duration),
@@ -85,6 +85,15 @@ def summarise(
         "energy_joules": energy.joules,
         "energy_joules_per_output_token": energy.joules_per_output_token,
         "power_watts": energy.mean_watts,
+        **(
+            {
+                "system_energy_joules": system.joules,
+                "system_energy_joules_per_output_token": system.joules_per_output_token,
+                "system_power_watts": system.mean_watts,
+            }
+            if system.seconds
+            else {}
+        ),
         "samples_completed": len(done),
         "samples_failed": int(samples.failed.sum()),
         "samples_cancelled": int(samples.cancelled.sum()),

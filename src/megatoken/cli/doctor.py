@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+import typer
 
 from megatoken.cli.flags import flag
 from megatoken.cli.output import Json, print_result
@@ -11,14 +13,24 @@ from megatoken.errors import ExitCode
 
 
 def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run folder: say why the run was slow.", show_default=False)
+    ] = None,
     folder: Annotated[Path, flag("DIR", "Folder for runs, whose disk is examined.", "--out")] = Path(),
     json_only: Json = False,
 ) -> int:
-    """List what keeps this machine from its best speed. Each finding has the command that fixes it. Changes nothing."""
-    from megatoken.hardware.doctor import examine
+    """List what keeps this machine, or a finished run, from its best speed, and what fixes it. Changes nothing."""
     from megatoken.text import count_of
 
-    document = examine(folder)
+    if run is None:
+        from megatoken.hardware.doctor import examine
+
+        document = examine(folder)
+    else:
+        from megatoken.analysis.diagnosis import diagnosis
+        from megatoken.runs.run import read_run
+
+        document = diagnosis(read_run(run))
 
     def show() -> None:
         shown = [one for one in document["findings"] if one["state"] != "OK"]
@@ -26,7 +38,7 @@ def doctor(
             print(f"{finding['state']:8} {finding['message']}")
             if finding["command"]:
                 print(f"         {finding['command']}")
-        fine = [one for one in document["findings"] if one["state"] == "OK"]
+        fine: list[dict[str, Any]] = [one for one in document["findings"] if one["state"] == "OK"]
         print(f"{'OK':8} {count_of(len(fine), 'check')}: {', '.join(one['code'] for one in fine)}")
 
     print_result(document, show, json_only=json_only)

@@ -10,14 +10,15 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from megatoken import __version__
+from megatoken.hardware import nvml
+from megatoken.hardware.host_sensors import logged_xids
 
 PACKAGES = ("torch", "numpy", "mlcommons-loadgen", "safetensors", "tokenizers", "pyarrow", "triton")
 VARIABLES = (
@@ -34,6 +35,7 @@ ARM_INSTRUCTIONS = ("asimd", "bf16", "i8mm", "sve", "sve2")
 
 def take_inventory() -> dict[str, Any]:
     """Hardware, operating system, versions and source revision of this process, ready for JSON; takes about 50 ms."""
+    found = gpus()
     return {
         "hostname": socket.gethostname(),
         "operating_system": _operating_system(),
@@ -42,7 +44,8 @@ def take_inventory() -> dict[str, Any]:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "cpu": cpu(),
         "memory": memory(),
-        "gpus": gpus(),
+        "gpus": found,
+        "logged_xids": logged_xids() if found else None,
         "packages": {"megatoken": __version__, **{name: _version(name) for name in PACKAGES}},
         "source": source_revision(Path(__file__).parent),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -81,18 +84,13 @@ def cpu() -> dict[str, Any]:
 
 def gpus() -> list[dict[str, Any]]:
     """One entry per NVIDIA GPU; empty without a GPU, a driver or the package nvidia-ml-py."""
-    try:
-        nvml = import_module("pynvml")
-    except ImportError:
+    library = nvml.open_nvml()
+    if library is None:
         return []
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return []
-    try:
-        return [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    finally:
-        nvml.nvmlShutdown()
+    driver = nvml.driver_version(library)
+    return [
+        {"index": index, "driver_version": driver, **gpu.facts()} for index, gpu in enumerate(nvml.all_gpus(library))
+    ]
 
 
 def source_revision(directory: Path) -> dict[str, Any] | None:
@@ -101,32 +99,6 @@ def source_revision(directory: Path) -> dict[str, Any] | None:
         return None
     revision = _git(directory, "rev-parse", "HEAD")
     return {"revision": revision, "modified": bool(_git(directory, "status", "--porcelain"))} if revision else None
-
-
-def _gpu(nvml: Any, index: int) -> dict[str, Any]:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-
-    def ask(question: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return question(*arguments)
-        except nvml.NVMLError:
-            return None
-
-    memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-    limit_milliwatts = ask(nvml.nvmlDeviceGetPowerManagementLimit, handle)
-    capability = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
-    return {
-        "index": index,
-        "name": ask(nvml.nvmlDeviceGetName, handle),
-        "uuid": ask(nvml.nvmlDeviceGetUUID, handle),
-        "memory_bytes": memory and memory.total,
-        "compute_capability": capability and "{}.{}".format(*capability),
-        "driver_version": ask(nvml.nvmlSystemGetDriverVersion),
-        "power_limit_watts": limit_milliwatts and limit_milliwatts / 1000,
-        "max_clock_mhz": ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
-        "max_memory_clock_mhz": ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_MEM),
-        "mig_enabled": bool((ask(nvml.nvmlDeviceGetMigMode, handle) or [0])[0]),
-    }
 
 
 def _operating_system() -> str:

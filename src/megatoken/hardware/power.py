@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from megatoken.errors import CapacityError, how_to_install
@@ -46,13 +46,14 @@ class PowerSampler:
         if telemetry is None:
             raise CapacityError(f"NVML does not know {uuid}; {how_to_install('gpu')}")
         self._telemetry = telemetry
+        self._joules = telemetry.joules()
         self._period_seconds = period_seconds
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self.readings: list[Reading] = []
 
     def __enter__(self) -> Self:
-        self._telemetry.read()
+        self._joules = self._telemetry.joules()
         self._thread.start()
         return self
 
@@ -64,7 +65,10 @@ class PowerSampler:
         since = time.monotonic()
         while True:
             ended = self._done.wait(self._period_seconds)
-            state, now = self._telemetry.read(), time.monotonic()
+            state, joules, now = self._telemetry.levels(), self._telemetry.joules(), time.monotonic()
+            if joules is not None and self._joules is not None:
+                state = replace(state, power_watts=(joules - self._joules) / (now - since))
+            self._joules = joules
             self.readings.append(Reading(since, now, state))
             since = now
             if ended:

@@ -25,6 +25,7 @@ from megatoken.datasets.requests import Dataset
 from megatoken.engine.state import TOTALS, ReplicaState
 from megatoken.errors import CapacityError, RequestError
 from megatoken.hardware.core_wait import CoreWait
+from megatoken.hardware.host_sensors import PowerMeter
 from megatoken.hardware.inventory import peak_memory_bytes
 from megatoken.harness.clock import WallClockSteps
 from megatoken.harness.loadgen import LOADGEN_SCENARIOS, TestSettings
@@ -151,6 +152,7 @@ class Measurement:
         planned_seconds: float | None = None,
         *,
         keeps_token_times: bool = False,
+        power_meter: PowerMeter | None = None,
     ) -> None:
         """Waits for the first sample; the test has been started.
 
@@ -165,6 +167,7 @@ class Measurement:
             text: where prompts and answers are text within the measured time.
             planned_seconds: when the load ends, if it ends by time and not by samples.
             keeps_token_times: whether to record when each token was seen.
+            power_meter: reads the power of the whole system.
         """
         self._test = test
         self._library = rows
@@ -175,6 +178,7 @@ class Measurement:
         self._text = text
         self._keep_ids = (settings is not None and settings.keeps_token_ids) or text is not None
         self._keeps_token_times = keeps_token_times
+        self._power_meter = power_meter
         self._offline = settings is not None and settings.scenario == "offline"
         self._streams = not self._offline  # LoadGen asks for first tokens
         self._schedule = None
@@ -195,7 +199,7 @@ class Measurement:
             if isinstance(test, HasFileno):
                 target.wake_on(test)
         # This also reads power for the first time: each later reading is the mean since the one before.
-        self._before = {(one.node, one.replica): one.state for one in target.replicas()}
+        self._before = {(one.node, one.replica): one for one in target.replicas()}
         self.wall_clock = WallClockSteps()
         self.core_wait = CoreWait()
         issued: list[Issued] = []
@@ -280,6 +284,8 @@ class Measurement:
         """Adds a row to the time series, notes the memory and refreshes the live line."""
         state, replicas, now_ns = self._target.state(), self._target.replicas(), time.monotonic_ns()
         rows = [self._series_row(replica, now_ns) for replica in replicas] or [self._outer_row(state, now_ns)]
+        if self._power_meter is not None:
+            rows[0] = rows[0]._replace(system_power_watts=self._power_meter.watts)
         for row in rows:
             self._record.add_series(row)
         # Replicas count tokens before a target that reports samples at their end has events of them.
@@ -300,9 +306,10 @@ class Measurement:
         self._progress.running(self._seconds(now_ns), left_seconds, share, rate, state)
 
     def _series_row(self, replica: ReplicaReading, now_ns: int) -> SeriesRow:
-        before = self._before.get((replica.node, replica.replica), ReplicaState())
-        state = asdict(replica.state)
-        state |= {name: state[name] - getattr(before, name) for name in TOTALS}
+        before = self._before.get((replica.node, replica.replica))
+        state, errors_before = asdict(replica.state), before.telemetry if before else None
+        if before is not None:
+            state |= {name: state[name] - getattr(before.state, name) for name in TOTALS}
         if replica.known is not None:
             state = {name: value if name in replica.known else None for name, value in state.items()}
         del state["replicas"]  # it is one
@@ -311,7 +318,7 @@ class Measurement:
             node=replica.node or self._node,
             replica=replica.replica,
             **state,
-            **asdict(replica.telemetry),
+            **asdict(replica.telemetry.since(errors_before)),
         )
 
     def _outer_row(self, state: ReplicaState, now_ns: int) -> SeriesRow:

@@ -25,6 +25,7 @@ from megatoken.engine.config import REFERENCE, ModelConfig
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
+from megatoken.hardware.host_sensors import read_meter
 from megatoken.harness.loadgen_plan import (
     OFFERED_SHARES,
     full_length,
@@ -121,6 +122,8 @@ def prepare(config: RunConfig, backend: Backend) -> Prepared:
     if find_spec("mlperf_loadgen") is None:
         raise UsageError("LoadGen is not installed, which every run needs: pip install mlcommons-loadgen")
     check_writable(config.out)
+    if config.power_meter is not None:
+        read_meter(config.power_meter)
     config = with_target_step(config)
     model = backend.served()
     _check_backend(config, model)

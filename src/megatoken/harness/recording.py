@@ -12,6 +12,7 @@ from megatoken.analysis.summary import summarise_run
 from megatoken.config import RunConfig
 from megatoken.errors import MegatokenError
 from megatoken.hardware.inventory import take_inventory
+from megatoken.hardware.specification import contradictions
 from megatoken.harness.progress import Progress
 from megatoken.harness.result import run_notes
 from megatoken.runs.reasons import Reason, reason
@@ -38,7 +39,14 @@ def record(
     if "servers" in facts:  # what they say of themselves is part of the environment
         facts = dict(facts)
         environment["servers"] = facts.pop("servers")
-    common = {"notes": [*run_notes(facts), *notes], "mode": config.mode, "rules": config.rules, "text": config.text}
+    against = [text for gpu in environment["gpus"] for text in contradictions(gpu)]
+    found = [reason("SPECIFICATION", text=text) for text in dict.fromkeys(against)]
+    common = {
+        "notes": [*run_notes(facts), *found, *notes],
+        "mode": config.mode,
+        "rules": config.rules,
+        "text": config.text,
+    }
     return RunFolder.create(
         out,
         name or run_name(datetime.now(UTC), scenario, config.model),

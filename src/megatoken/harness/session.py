@@ -13,6 +13,7 @@ from megatoken.accuracy.gate import Gate, Judgement
 from megatoken.analysis.machine import utc_text
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
+from megatoken.hardware.host_sensors import PowerMeter
 from megatoken.hardware.inventory import peak_memory_bytes
 from megatoken.harness.client_capacity import measure_client_capacity
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
@@ -58,6 +59,7 @@ class TestSession:
         text: where prompts and answers are text within the measured time.
         client: what the client can send without a model, if the scenario has latency limits.
         gate: what the answers are compared with before there is a verdict, if anything.
+        power_meter: reads the power of the whole system, if the user has a meter.
     """
 
     __test__ = False  # not a test of pytest's
@@ -70,6 +72,7 @@ class TestSession:
     text: TextStages | None
     client: ClientCapacity | None
     gate: Gate | None
+    power_meter: PowerMeter | None
 
     @classmethod
     def start(
@@ -101,7 +104,8 @@ class TestSession:
             progress.stage("measuring what the client can send without a model")
             client = measure_client_capacity(settings, data_set)
         facts = {**facts, "estimated_samples_per_second": rate}
-        return cls(config, data_set, target, facts, progress, text, client, gate), settings, offered
+        meter = PowerMeter(config.power_meter) if config.power_meter is not None else None
+        return cls(config, data_set, target, facts, progress, text, client, gate, meter), settings, offered
 
     def create_folder(
         self,
@@ -148,7 +152,15 @@ class TestSession:
             with LoadGenTest(settings, folder.mlperf_directory, start_wall_ns) as test:
                 watched = _Watched(folder, watch) if watch else folder
                 measurement = Measurement(
-                    test, settings, library, self.data_set, self.target, watched, self.progress, self.text
+                    test,
+                    settings,
+                    library,
+                    self.data_set,
+                    self.target,
+                    watched,
+                    self.progress,
+                    self.text,
+                    power_meter=self.power_meter,
                 )
                 saturation = self._drive(measurement, stop, watch)
                 if not stop.received and saturation is None:

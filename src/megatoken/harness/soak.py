@@ -28,6 +28,7 @@ from megatoken.config import KEYS, RunConfig
 from megatoken.engine.state import TOTALS
 from megatoken.errors import UsageError
 from megatoken.hardware.inventory import take_inventory
+from megatoken.hardware.telemetry import ERRORS
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.measurement import Measurement
@@ -310,6 +311,7 @@ def _run(
             session.progress,
             session.text,
             planned_seconds=left,
+            power_meter=session.power_meter,
         )
         while not load.all_issued and not stop.received:
             measurement.step()
@@ -357,7 +359,7 @@ class _Continued:
         before = self._reached.get((row.node, row.replica))
         totals = {
             name: total + ((getattr(before, name) or 0) if before else 0)
-            for name in TOTALS
+            for name in (*TOTALS, *ERRORS)
             if (total := getattr(row, name)) is not None
         }
         self._folder.add_series(row._replace(elapsed_seconds=row.elapsed_seconds + self._begins_seconds, **totals))

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from megatoken.engine.state import TOTALS
 from megatoken.errors import MegatokenError
+from megatoken.hardware.telemetry import FIELDS as TELEMETRY_FIELDS
 from megatoken.rack.clock import ClockOffset, OffsetEstimate
 from megatoken.rack.records import Loss, Place, ReplicaRecord, SampleEvent
 from megatoken.rack.wire import (
@@ -185,7 +186,7 @@ class Hub:
                 state, gone = live.get(place), self._gone.get(place)
                 if state is None:
                     state = np.zeros((), STATE)
-                    for name in ("power_watts", "clock_mhz", "temperature_celsius"):
+                    for name in TELEMETRY_FIELDS:
                         state[name] = math.nan
                 elif gone is not None:
                     state = state.copy()

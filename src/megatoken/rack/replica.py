@@ -7,14 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 from megatoken.engine.request import Request
 from megatoken.engine.state import TOTALS, ReplicaState
 from megatoken.engine.thread import EngineThread, Step
 from megatoken.errors import MegatokenError
-from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
+from megatoken.hardware.telemetry import Sensors, Telemetry
 from megatoken.rack.wire import FINISH_REASONS, STATE_FIELDS
 
 if TYPE_CHECKING:
@@ -47,16 +47,17 @@ class Replica:
         *,
         streams: bool,
         keep_ids: bool,
+        sensors: Sensors | None,
         notify: Callable[[], None],
     ) -> None:
         """Starts the engine's thread.
 
-        ``notify`` is called, on any thread, when the driver should get a report soon. The others are as in
-        ``WorkerSpec``.
+        ``sensors`` belong to this replica from now on. ``notify`` is called, on any thread, when the driver should get
+        a report soon. The others are as in ``WorkerSpec``.
         """
         self._engine = engine
         self._streams, self._keep_ids = streams, keep_ids
-        self._sensors = GpuTelemetry.open(engine.gpu_uuids)
+        self._sensors = sensors
         self._notify = notify
         self._lock = threading.Lock()  # guards the fields below, which the engine's thread changes after every step
         self._answers: dict[int, _Answer] = {}  # by request id
@@ -119,8 +120,10 @@ class Replica:
             self._notify()
 
     def close(self) -> None:
-        """Ends the engine's thread after its step."""
+        """Ends the engine's thread after its step, and that of the sensors."""
         self._thread.close()
+        if self._sensors is not None:
+            self._sensors.close()
 
     def start_counting(self) -> None:
         """Counts totals from now on: the driver adds up the totals of all connections."""
@@ -144,7 +147,7 @@ class Replica:
             wanted,
             unended_tokens,
             (time.monotonic_ns() - began_ns - stopped_ns) / 1e9 if began_ns else 0.0,
-            *(math.nan if value is None else value for value in _readings(telemetry)),
+            *(math.nan if value is None else value for value in astuple(telemetry)),
             *(getattr(state, name) for name in STATE_FIELDS),
         )
 
@@ -239,7 +242,3 @@ class Replica:
         else:
             self._prefetch = max(2 * used, round(PREFETCH_DECAY * self._prefetch))
         self._prefetch = min(MOST_PREFETCH, max(LEAST_PREFETCH, self._prefetch))
-
-
-def _readings(telemetry: Telemetry) -> tuple[float | None, float | None, float | None]:
-    return telemetry.power_watts, telemetry.clock_mhz, telemetry.temperature_celsius

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from megatoken.engine.request import FinishReason, Request, Sampling, check_options, used_options
 from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError, RequestError
+from megatoken.hardware.telemetry import FIELDS as TELEMETRY_FIELDS
 
 NONCE_BYTES = KEY_BYTES = 32
 LARGEST_FRAME_BYTES = 2**28
@@ -58,9 +59,7 @@ STATE = np.dtype(
         ("wanted", "<i4"),  # samples that the replica asks for beyond those asked for before
         ("unended_tokens", "<i8"),  # of the output tokens, those of answers that have not ended
         ("step_seconds", "<f8"),  # how long the step that runs now has been running
-        ("power_watts", "<f8"),  # NaN where there is no sensor, as in the next two
-        ("clock_mhz", "<f8"),
-        ("temperature_celsius", "<f8"),
+        *((name, "<f8") for name in TELEMETRY_FIELDS),  # NaN where there is no sensor
         # The engine's own record; its totals count from the start of a connection.
         *((name, "<f8" if name.endswith("_seconds") else "<i8") for name in STATE_FIELDS),
     ]

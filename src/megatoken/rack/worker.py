@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatoken.errors import MegatokenError
+from megatoken.hardware.telemetry import Sensors
 from megatoken.rack.replica import Replica
 from megatoken.rack.wire import (
     DONE,
@@ -70,7 +71,14 @@ class Worker:
         os.set_blocking(self._wake_writer, False)
         os.set_blocking(self._wake_reader, False)
         self._replicas = [
-            Replica(engine, f"replica-{place}", streams=streams, keep_ids=keep_ids, notify=self._wake)
+            Replica(
+                engine,
+                f"replica-{place}",
+                streams=streams,
+                keep_ids=keep_ids,
+                sensors=Sensors(engine.gpu_uuids) if place == 0 or engine.gpu_uuids else None,
+                notify=self._wake,
+            )
             for place, engine in enumerate(engines)
         ]
 

@@ -106,12 +106,21 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _single(result, "Output tokens", "tokens", "output_tokens"),
         _single(result, "Preemptions", "times", "preemptions"),
         _single(result, "Peak memory", "MiB", "peak_memory_bytes", 2**-20),
-        _single(result, "Energy", "J/output token", "energy_joules_per_output_token"),
+        _single(result, "Energy, GPU only", "J/output token", "energy_joules_per_output_token"),
+        _single(result, "Energy, whole system", "J/output token", "system_energy_joules_per_output_token"),
     ]
     rows += _accuracy(result.get("accuracy") or {})
     rows += _compliance(result.get("compliance") or {})
     rows += _stability(result.get("stability") or {}, result.get("soak") or {})
-    unremarkable = {"Samples failed", "Samples cancelled", "Preemptions", "Peak memory", "Energy", "Offered"}
+    unremarkable = {
+        "Samples failed",
+        "Samples cancelled",
+        "Preemptions",
+        "Peak memory",
+        "Energy, GPU only",
+        "Energy, whole system",
+        "Offered",
+    }
     return [row for row in rows if not (row.label in unremarkable and row.value in ("0", ABSENT))]
 
 

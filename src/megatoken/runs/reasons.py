@@ -117,7 +117,11 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "STANDSTILL": ("at least half of the windows saw no token",),
     "WORST_WINDOW": ("the window that begins at {begins_seconds:.0f} s made {found:percent.1} of the median",),
     "GAP": ("no token came {gaps:count time}; the longest gap was {found:.1f} s and began at {begins_seconds:.0f} s",),
-    "THROTTLED": ("{replica} ran below its clock for {found:percent.1} of the time, with power to spare",),
+    "GPU_ERRORS": ("{replica} reported {found:,} {kind}",),
+    "THROTTLED": (
+        "{replica} was slowed down by {causes:list} in {found:percent.1} of the rows",
+        "{replica} ran below its clock for {found:percent.1} of the time, with power to spare",
+    ),
     "TOO_SHORT": ("{found:count full window} of {window_seconds:g} s after the ramp; {required} are needed",),
     "TREND_UNCERTAIN": (
         "the trend over the soak, {change:change}, could be more than {required:percent}; run a longer soak",
@@ -233,6 +237,7 @@ NOTES: Mapping[str, tuple[str, ...]] = {
         "4-bit weights were expanded to fp8 when they were loaded: {exact} of {linears:count linear} exactly, the"
         " others rounded",
     ),
+    "SPECIFICATION": ("{text}",),
     "CORE_WAIT": (
         "CPU contention: this process waited for a core {share:percent} of the time, so the result is low. Stop other"
         " work, or lower engine.threads",

@@ -46,10 +46,11 @@ class SampleRow(NamedTuple):
 
 
 class SeriesRow(NamedTuple):
-    """One replica at one moment: its engine's ``ReplicaState`` and its GPUs.
+    """One replica at one moment: its engine's ``ReplicaState``, and the ``Telemetry`` of its GPUs and its node.
 
-    The totals of ``ReplicaState`` count from the start of the measurement, all others are levels.
-    None: the target does not report it, as an endpoint reports nothing of its replicas.
+    The totals of ``ReplicaState`` and counts of errors start with the measurement, all others are levels.
+    None: the target does not report it, as an endpoint reports nothing of its replicas. ``system_power_watts`` is of
+    the user's power meter, in the first row of each moment.
     """
 
     elapsed_seconds: float
@@ -75,13 +76,31 @@ class SeriesRow(NamedTuple):
     computed_seconds: float | None = None
     prefix_cache_queries: int | None = None
     prefix_cache_hits: int | None = None
+    memory_clock_mhz: float | None = None
+    memory_temperature_celsius: float | None = None
+    clock_reasons: int | None = None
+    pcie_received_bytes_per_second: float | None = None
+    pcie_sent_bytes_per_second: float | None = None
+    ecc_corrected_errors: int | None = None
+    ecc_uncorrected_errors: int | None = None
+    rows_remapped: int | None = None
+    pcie_replays: int | None = None
+    nvlink_errors: int | None = None
+    c2c_errors: int | None = None
+    xid_errors: int | None = None
+    last_xid: int | None = None
+    package_power_watts: float | None = None
+    cpu_stalled_share: float | None = None
+    memory_stalled_share: float | None = None
+    disk_stalled_share: float | None = None
+    system_power_watts: float | None = None
 
 
 TEXT_COLUMNS = ("node", "finish_reason", "error")
 INT32_COLUMNS = ("replica", "input_tokens", "batched_tokens", "max_batched_tokens", "in_flight", "waiting", "running")
 DURATIONS = ("tokenise_seconds", "detokenise_seconds")
 MOMENTS = tuple(name for name in SampleRow._fields if name.endswith("_seconds") and name not in DURATIONS)
-REAL_SUFFIXES = ("_seconds", "_watts", "_mhz", "_celsius")
+REAL_SUFFIXES = ("_seconds", "_watts", "_mhz", "_celsius", "_per_second", "_share")
 
 
 def schema(row_type: type[SampleRow] | type[SeriesRow]) -> pa.Schema:

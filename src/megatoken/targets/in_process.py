@@ -16,7 +16,7 @@ from megatoken.engine.state import ReplicaState
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError
 from megatoken.hardware.inventory import cpu
-from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
+from megatoken.hardware.telemetry import Sensors, Telemetry
 from megatoken.targets import ReplicaReading, SampleEvent
 from megatoken.targets.backend import Reporter, ServedModel, engine_model, tokenizer_of
 
@@ -80,15 +80,17 @@ class InProcessBackend:
             tokenizer=self._tokenizer,
         )
         self._served = replace(served, memory=engine.memory_plan, max_running=engine.memory_plan.max_sequences)
-        yield InProcessTarget(engine)
+        with Sensors(engine.gpu_uuids) as sensors:
+            yield InProcessTarget(engine, sensors)
 
 
 class InProcessTarget:
     """Drives ``engine``, which takes requests from this target only."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, sensors: Sensors | None = None) -> None:
+        """Takes an engine, and the sensors of its machine where they are to be read."""
         self.engine = engine
-        self._sensors = GpuTelemetry.open(engine.gpu_uuids)
+        self._sensors = sensors
         self._samples: dict[int, int] = {}  # by request id
         self._unstarted: deque[int] = deque()  # ids of requests that were never in a step, oldest first
         self._started_ns: dict[int, int] = {}  # by request id, until its first event
@@ -127,13 +129,13 @@ class InProcessTarget:
         return self.engine.state()
 
     def replicas(self) -> list[ReplicaReading]:
-        """The engine's state and the sensors of its GPUs; a CPU has none."""
+        """The engine's state and the sensors of its GPUs and of this machine."""
         telemetry = self._sensors.read() if self._sensors else Telemetry()
         return [ReplicaReading(None, 0, self.engine.state(), telemetry)]
 
     def outcome(self, since_ns: int) -> dict[str, Any]:
-        """An engine in this process is lost only together with it."""
-        return {}
+        """What the sensors cost; an engine in this process is lost only together with it."""
+        return {"sensors_core_share": self._sensors.core_share()} if self._sensors else {}
 
     def withdraw(self) -> list[int]:
         """Drops the samples that were never in a step; returns their ids."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
-from megatoken.hardware.telemetry import Telemetry
+from megatoken.hardware.telemetry import COUNTS, FIELDS, Telemetry
 from megatoken.rack.hub import Hub
 from megatoken.rack.records import SampleEvent
 from megatoken.rack.wire import STATE, STATE_FIELDS, pack_request
@@ -58,7 +58,7 @@ class RackTarget:
                 place.node,
                 place.replica,
                 ReplicaState(**{name: state[name].item() for name in STATE_FIELDS}),
-                Telemetry(*(_known(state[name]) for name in ("power_watts", "clock_mhz", "temperature_celsius"))),
+                Telemetry(**{name: _known(name, state[name]) for name in FIELDS}),  # type: ignore[arg-type]
             )
             for place, state in self._hub.states()
         ]
@@ -104,6 +104,8 @@ class RackTarget:
         self._hub.close()
 
 
-def _known(value: Any) -> float | None:
+def _known(name: str, value: Any) -> float | None:
     number = float(value)
-    return None if math.isnan(number) else number
+    if math.isnan(number):
+        return None
+    return int(number) if name in COUNTS else number

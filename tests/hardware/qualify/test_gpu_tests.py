@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +14,12 @@ import torch
 from megatoken.engine.config import SHAPES
 from megatoken.hardware.qualify.timing import call_seconds
 from megatoken.hardware.qualify.values import NotRun, Outcome, Setting, Value
+from stand_in_nvml import StandInNvml
 
 pytest.importorskip("triton")
 from megatoken.hardware.qualify import (
     exact,
+    facts,
     gpu_kernels,
     gpu_memory,
     gpu_power,
@@ -101,41 +104,56 @@ def test_exact_products_in_fp8_and_bf16_are_exact(tiny: Setting, monkeypatch: py
     assert [one.windows for one in found.values() if isinstance(one, Value)] == [[0]] * 5
 
 
-class Nvml:
-    """The part of pynvml that gives the reasons of low clocks."""
-
-    class NVMLError(Exception):
-        """As in pynvml."""
-
-    def __init__(self, reasons: int) -> None:
-        self.reasons = reasons
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: object) -> int:  # noqa: N802
-        """The mask."""
-        return self.reasons
-
-
 @pytest.mark.parametrize(
-    ("reasons", "faults"),
-    [(0x4, []), (0x4 | 0x20, ["software thermal"]), (0x48, ["hardware slow-down", "hardware thermal"])],
+    ("reasons", "words"),
+    [(0x4, ""), (0x4 | 0x20, "heat (driver)"), (0x48, "hardware slow-down, heat (hardware)")],
 )
-def test_a_power_cap_is_no_slow_down_but_heat_is(reasons: int, faults: list[str]) -> None:
-    sampler = gpu_power.ReasonSampler(Nvml(reasons), object())
-    sampler.start()
-    while not sampler.seen:
-        time.sleep(0.01)
-    sampler.stop()
-    assert [words for bit, words in gpu_power.HARMFUL_REASONS.items() if sampler.seen & bit] == faults
+def test_a_power_cap_is_no_slow_down_but_heat_is(
+    reasons: int, words: str, tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = StandInNvml(CurrentClocksEventReasons=reasons)
+    found = _power(library, tiny, monkeypatch)
+    slow, errors = found["slow_down"], found["errors_under_load"]
+    assert isinstance(slow, Value) and isinstance(errors, Value)
+    assert (slow.note, slow.windows) == (words, [len(list(filter(None, words.split(", "))))])
+    assert errors.windows == [0]
+
+
+def test_errors_under_load_are_counted_and_named(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = iter([3, 0, 3 + 2, 1])  # corrected and not, before and after
+    library = StandInNvml(TotalEccErrors=lambda gpu, kind, counter: next(counted))
+    library.xids = [48]
+    errors = _power(library, tiny, monkeypatch)["errors_under_load"]
+    assert isinstance(errors, Value) and errors.windows == [4]
+    assert errors.note == "2 ecc corrected errors, 1 ecc uncorrected errors, 1 xid errors, 48"
+
+
+def test_a_device_without_its_memory_and_lanes_is_found(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = StandInNvml(CurrPcieLinkWidth=8, RemappedRows=(1, 1, 1, 0))
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(gpu_timing, "device_uuid", lambda: "GPU-0")
+    found = values(facts.on_gpu, tiny)
+    wrong = {name: one.windows[0] for name, one in found.items() if isinstance(one, Value) and one.windows[0]}
+    assert wrong == {"rows_pending": 1, "lanes_missing": 8, "specification": 1}
+
+
+def _briefly(seconds: float, run: Callable[[], object]) -> tuple[int, float]:
+    run()
+    time.sleep(0.15)
+    return 1, 0.15
+
+
+def _power(library: StandInNvml, tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(gpu_power, "repeat_for", _briefly)
+    monkeypatch.setattr(gpu_power, "device_uuid", lambda: "GPU-0")
+    return values(gpu_power.power, tiny)
 
 
 def test_without_nvml_the_rate_is_measured_and_power_is_not_run(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_power, "repeat_for", lambda seconds, run: (run(), 1.0))
     monkeypatch.setattr(gpu_power, "device_uuid", lambda: "GPU-0")
-    monkeypatch.setitem(gpu_power.nvml_handle.__globals__, "import_module", _no_module)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     rate, power = list(gpu_power.power(tiny))
     assert isinstance(rate, Value) and rate.median > 0
-    assert isinstance(power, NotRun) and power.reason == "nvidia-ml-py is not installed"
-
-
-def _no_module(name: str) -> ModuleType:
-    raise ImportError(name)
+    assert isinstance(power, NotRun) and power.reason == "NVML does not know GPU-0"

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
-from megatoken.hardware.qualify.gpu_parts import part_name
 from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge
 from megatoken.hardware.qualify.references import Band, Earlier, _published, band, read_baseline
 from megatoken.hardware.qualify.session import power_cap
 from megatoken.hardware.qualify.values import Bound, NotRun, Value
+from megatoken.hardware.specification import part_name
 
 BAND = Band(95.0, 103.0, ("somewhere",))
 

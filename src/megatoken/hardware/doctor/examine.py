@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatoken.hardware.doctor.finding import Finding, State, unknown
 from megatoken.hardware.doctor.gpu import check_gpus
 from megatoken.hardware.doctor.software import check_software
 from megatoken.hardware.doctor.system import check_system
+from megatoken.hardware.nvml import all_gpus, open_nvml
 from megatoken.text import utc_now
 
 DRIVER = Path("/dev/nvidiactl")
@@ -33,14 +34,10 @@ def examine(folder: Path) -> dict[str, Any]:
 
 
 def _gpus() -> Iterator[Finding]:
-    try:
-        nvml = import_module("pynvml")
-    except ImportError:
+    if find_spec("pynvml") is None:
         command = how_to_install("gpu").removeprefix("install it with: ")
         yield unknown("gpu", "nvidia-ml-py is not installed, so GPUs cannot be examined", command)
-        return
-    try:
-        nvml.nvmlInit()
-        yield from check_gpus(nvml)
-    except nvml.NVMLError as error:
-        yield unknown("gpu", f"the driver does not answer ({error})", "nvidia-smi")
+    elif (library := open_nvml()) is None:
+        yield unknown("gpu", "the driver does not answer", "nvidia-smi")
+    else:
+        yield from check_gpus(all_gpus(library))

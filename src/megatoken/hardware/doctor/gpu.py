@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from megatoken.hardware.doctor.finding import Finding, fix, ok
+from megatoken.hardware.nvml import HARMFUL_REASONS, RECOVERY_ACTION, RECOVERY_ACTIONS, NvmlGpu, words_of
+from megatoken.hardware.specification import contradictions
 
-APPLICATION_CLOCKS, HARMFUL = 0x2, {0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
-"""Bits of NVML's clock-event reasons: clocks set by a user, and slow-downs with their cause."""
+CLOCKS_SET = 0x2
 CAP_TOLERANCE = 0.98
 
 
-def check_gpus(nvml: Any) -> Iterator[Finding]:
-    """Every GPU that NVML knows; ``nvml``: pynvml, initialised."""
-    for index in range(nvml.nvmlDeviceGetCount()):
-        found = list(_check(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index))
+def check_gpus(gpus: Sequence[NvmlGpu]) -> Iterator[Finding]:
+    """Every GPU of the machine."""
+    for index, gpu in enumerate(gpus):
+        found = list(_check(gpu, index))
         yield from found
         if not found:
             yield ok(f"gpu{index}", f"GPU {index} has no pending reset, partition, clock or power setting to change")
 
 
-def _check(nvml: Any, handle: Any, index: int) -> Iterator[Finding]:
-    def ask(name: str, *arguments: Any) -> Any:
-        """The answer; None where driver or GPU does not know it."""
-        question: Callable[..., Any] | None = getattr(nvml, name, None)
-        try:
-            return None if question is None else question(handle, *arguments)
-        except nvml.NVMLError:
-            return None
-
+def _check(gpu: NvmlGpu, index: int) -> Iterator[Finding]:
+    ask = gpu.ask
     smi = f"sudo nvidia-smi -i {index}"
     remapped = ask("nvmlDeviceGetRemappedRows")
     if remapped is not None and remapped[3]:
@@ -56,15 +49,19 @@ def _check(nvml: Any, handle: Any, index: int) -> Iterator[Finding]:
     if limit and usual and limit < CAP_TOLERANCE * usual:
         message = f"GPU {index} may draw {limit / 1e3:.0f} W; its default is {usual / 1e3:.0f} W"
         yield fix(f"gpu{index}_power_limit", message, f"{smi} -pl {usual / 1e3:.0f}")
-    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
-    if reasons is None:
-        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
-    if reasons & APPLICATION_CLOCKS:
+    reasons = gpu.clock_reasons() or 0
+    if reasons & CLOCKS_SET:
         message = f"GPU {index} has its clocks set by a user"
         yield fix(f"gpu{index}_clocks_set", message, f"{smi} -rac && {smi} -rgc")
-    if causes := list(dict.fromkeys(cause for bit, cause in HARMFUL.items() if reasons & bit)):
+    if causes := words_of(reasons & HARMFUL_REASONS):
         message = f"GPU {index} is slowed down right now by {' and '.join(causes)}"
         yield fix(f"gpu{index}_slow_down", message, "check its cooling and power supply")
+    (action,) = gpu.fields([RECOVERY_ACTION])
+    if action and (words := RECOVERY_ACTIONS.get(int(action))):
+        command = f"{smi} --gpu-reset" if action == 1 else words
+        yield fix(f"gpu{index}_recovery", f"the driver advises for GPU {index}: {words}", command)
+    for message in contradictions(gpu.facts()):
+        yield fix(f"gpu{index}_specification", f"GPU {index}: {message}", f"nvidia-smi -q -i {index}")
     others = [one for one in ask("nvmlDeviceGetComputeRunningProcesses") or [] if one.pid != os.getpid()]
     if others:
         ids = " ".join(str(one.pid) for one in others)

@@ -8,10 +8,11 @@ import torch
 
 from megatoken.errors import CapacityError
 from megatoken.hardware.qualify.exact import different_elements
-from megatoken.hardware.qualify.gpu_parts import nvml_handle, part_name
+from megatoken.hardware.qualify.gpu_parts import nvml_gpu
 from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_seconds
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
+from megatoken.hardware.specification import part_name
 
 MOST_BYTES = 2**29
 TRANSFERS_PER_LANE = {3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
@@ -58,11 +59,10 @@ def _link() -> Bound | None:
     if (rate := C2C_GIGABYTES.get(part_name(torch.cuda.get_device_name(DEVICE)))) is not None:
         return Bound(rate, "data sheet of NVLink-C2C")
     try:
-        with nvml_handle(device_uuid()) as (nvml, handle):
-            generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-            lanes = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+        facts = nvml_gpu(device_uuid()).facts()
     except CapacityError:
         return None
-    if generation not in TRANSFERS_PER_LANE:
+    generation, lanes = facts["pcie_generation"], facts["max_pcie_lanes"]
+    if generation not in TRANSFERS_PER_LANE or lanes is None:
         return None
     return Bound(TRANSFERS_PER_LANE[generation] * lanes / 8 * ENCODING, f"PCIe {generation} x{lanes}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from megatoken.engine.ops import fused, paged_attention
-from megatoken.hardware.qualify.gpu_parts import data_sheet
 from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
+from megatoken.hardware.specification import data_sheet
 
 SEQUENCES, CONTEXT, PAGE_SIZE = 900, 512, 32
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128

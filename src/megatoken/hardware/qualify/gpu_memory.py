@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatoken.hardware.qualify.gpu_parts import data_sheet
 from megatoken.hardware.qualify.gpu_timing import DEVICE, gpu_seconds
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
+from megatoken.hardware.specification import data_sheet
 
 BLOCK, CACHE_BLOCK, WARPS = 8192, 4096, 8
 """fp32 numbers of a program, or of one of its reads in the cache test, and warps per program."""
@@ -48,7 +48,7 @@ def _triad_kernel(a, b, c, factor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _reread_kernel(x, sums, blocks, passes, BLOCK: tl.constexpr):
+def _reread_kernel(x, sums, blocks: tl.constexpr, passes: tl.constexpr, BLOCK: tl.constexpr):
     """Each program reads ``passes`` blocks, all together the same few again and again, past the first cache."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     total = tl.zeros([BLOCK], dtype=tl.float32)

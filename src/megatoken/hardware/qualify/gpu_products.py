@@ -11,7 +11,6 @@ from megatoken.engine.config import SHAPES
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.gpus import Gpu
 from megatoken.engine.schemes import find_scheme
-from megatoken.hardware.qualify.gpu_parts import data_sheet
 from megatoken.hardware.qualify.gpu_timing import (
     BF16,
     DEVICE,
@@ -23,6 +22,7 @@ from megatoken.hardware.qualify.gpu_timing import (
 from megatoken.hardware.qualify.shapes import Product, bound_seconds, products_of
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
+from megatoken.hardware.specification import data_sheet
 
 SCALINGS = {"bf16": "bf16", "fp8": "tensor"}
 SHAPES_TIMED, TOKENS = ("llama2-70b", "llama3.1-8b"), (64, 1536)

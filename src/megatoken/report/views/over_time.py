@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatoken.analysis.series import numbers, tokens_from_start, totals_over_time
+from megatoken.analysis.series import gpu_errors, numbers, tokens_from_start, totals_over_time
+from megatoken.hardware.nvml import HARMFUL_REASONS, words_of
 from megatoken.report.blocks import Figure
 from megatoken.report.curves import Between, Mark, level, rate, stairs, time_chart
 from megatoken.report.scales import Floats
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 
 NAMED_NODES = 4
 NODE_SPANS = 120
+SENSORS = (
+    ("Clock", "MHz", "clock_mhz"),
+    ("Temperature", "°C", "temperature_celsius"),
+    ("Memory temperature", "°C", "memory_temperature_celsius"),
+    ("Power of the processors", "W", "package_power_watts"),
+)
+STALLS = (
+    ("for a core", "cpu_stalled_share"),
+    ("for memory", "memory_stalled_share"),
+    ("for a disk", "disk_stalled_share"),
+)
 MOST_EVENTS = 8  # marked on the chart; tables have all of them
 
 
@@ -38,6 +50,7 @@ def time_figures(run: Run) -> Iterator[Figure]:
         marks=[
             *([Mark(f"completed samples, average {number(average)}", average)] if average else []),
             *events(run.result),
+            *hardware_events(run.series),
         ],
         wide=True,
     )
@@ -68,6 +81,19 @@ def events(result: Mapping[str, Any]) -> Iterator[Mark]:
         at = one.get("at_seconds")
         if is_number(at) and at >= 0:
             yield Mark(f"{name} at {number(float(at))} s", float(at), upright=True)
+
+
+def hardware_events(series: pa.Table) -> list[Mark]:
+    """What the GPUs reported: when a harmful reason for low clocks began, and the first of each kind of error."""
+    times, reasons = numbers(series["elapsed_seconds"]), numbers(series["clock_reasons"])
+    began: dict[str, float] = {}
+    for at, mask in sorted(zip(times, reasons, strict=True)):
+        for words in words_of(int(mask) & HARMFUL_REASONS) if np.isfinite(mask) else ():
+            began.setdefault(f"slowed down by {words}", float(at))
+    for error in gpu_errors(series):
+        began.setdefault(f"{error['kind']}, {error['replica']}", error["begins_seconds"])
+    first = sorted(began.items(), key=lambda item: item[1])[:MOST_EVENTS]
+    return [Mark(f"{name}, from {number(at)} s", at, upright=True) for name, at in first]
 
 
 def _records(part: object, name: str) -> list[Mapping[str, Any]]:
@@ -102,16 +128,27 @@ def _nodes(series: pa.Table) -> Iterator[Figure]:
 
 
 def _telemetry(series: pa.Table) -> Iterator[Figure]:
-    """Power of all replicas; the extremes of clocks and temperatures, because one slow GPU delays the others."""
-    power = _known(series, "power_watts")
-    if len(power) > 1:
-        yield time_chart("Power", "W, all replicas", [level("power", *totals_over_time(power, ["power_watts"]))])
-    for title, unit, column in (("Clock", "MHz", "clock_mhz"), ("Temperature", "°C", "temperature_celsius")):
+    """Power; the extremes of other sensors, because one slow GPU or node delays the others."""
+    marks = hardware_events(series)
+    sources = (("GPUs only", "power_watts"), ("whole system, meter", "system_power_watts"))
+    powers = [(name, column, rows) for name, column in sources if len(rows := _known(series, column)) > 1]
+    if powers:
+        lines = [level(name, *totals_over_time(rows, [column])) for name, column, rows in powers]
+        yield time_chart("Power", "W, all replicas", lines, marks=marks)
+    for title, unit, column in SENSORS:
         known = _known(series, column)
         if len(known) > 1:
             times, least, most = _extremes(numbers(known["elapsed_seconds"]), numbers(known[column]))
             lines = [level("lowest", times, least), level("highest", times, most)]
-            yield time_chart(title, unit, lines if (least != most).any() else [level(title, times, least)])
+            yield time_chart(title, unit, lines if (least != most).any() else [level(title, times, least)], marks=marks)
+    stalled = [(name, column, _known(series, column)) for name, column in STALLS]
+    lines = []
+    for name, column, rows in stalled:
+        if len(rows) > 1:
+            times, _, most = _extremes(numbers(rows["elapsed_seconds"]), numbers(rows[column]))
+            lines.append(level(name, times, 100 * most))
+    if lines:
+        yield time_chart("Time in which tasks of the node waited (PSI)", "%", lines, y_max=100)
 
 
 def _extremes(times: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:

@@ -1,0 +1,122 @@
+"""Why a run was slow: each cause is found in a run folder that has it, and a healthy run has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_support import call_here
+from megatoken.analysis.diagnosis import diagnose
+from megatoken.analysis.summary import summarise_run
+from megatoken.hardware.doctor.finding import State
+from megatoken.runs.run import Run, read_run
+from megatoken.runs.tables import SampleRow, SeriesRow
+from megatoken.runs.writer import RunFolder
+
+SECONDS = 60
+FACTS = {
+    "model": "tiny",
+    "precision": "bf16",
+    "core_wait_share": 0.01,
+    "loop_seconds": {"wait": 0.0, "target": 59.0, "tokenise": None, "detokenise": None, "harness": 1.0},
+    "memory_plan": {"max_sequences": 40},
+    "target": {"device": "cuda", "why_no_kernels": None, "bf16_widened": False, "why_no_gpu": None},
+}
+
+
+def made(out: Path, levels: dict[str, Any], facts: dict[str, Any]) -> Run:
+    """Samples that overlap evenly for a minute; ``levels`` are columns of every row, or functions of the second."""
+    folder = RunFolder.create(
+        out,
+        "run",
+        {"engine": {}},
+        {"hostname": "here"},
+        scenario="offline",
+        summarise=summarise_run,
+        facts=FACTS | facts,
+    )
+    folder.add_samples(
+        [
+            SampleRow(i, i, 0.0, 0.0, max(0.0, i / 10 - 2), min(float(SECONDS), i / 10 + 2), 5, 20, "length", "here")
+            for i in range(10 * SECONDS)
+        ]
+    )
+    usual: dict[str, Any] = {
+        "output_tokens": lambda second: 200 * second,
+        "processed_tokens": lambda second: 250 * second,
+        "computed_seconds": lambda second: 0.98 * second,
+        "batched_tokens": 40,
+        "max_batched_tokens": 64,
+        "pages": 100,
+        "pages_free": 20,
+        "in_flight": 80,
+        "waiting": 40,
+        "running": 40,
+        "preemptions": 0,
+        "recomputed_tokens": 0,
+        "clock_mhz": 1800.0,
+        "clock_reasons": 4,
+        "ecc_uncorrected_errors": 0,
+    }
+    for second in range(1, SECONDS + 1):
+        row = {name: value(second) if callable(value) else value for name, value in (usual | levels).items()}
+        folder.add_series(SeriesRow(float(second), "here", 0, **row))
+    folder.finish({"verdict": "MEASURED", "reasons": []} | facts)
+    return read_run(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "levels", "facts"),
+    [
+        ("contention", "57%", {}, {"core_wait_share": 0.57}),
+        ("memory_pressure", "memory 20%", {"memory_stalled_share": 0.2}, {}),
+        ("disk_pressure", "disk 30%", {"disk_stalled_share": 0.3}, {}),
+        ("throttling", "heat (hardware)", {"clock_reasons": lambda second: 0x44 if second > 30 else 4}, {}),
+        (
+            "xid_errors",
+            "1 critical errors (XID), from 41 s on",
+            {"xid_errors": lambda second: int(second > 40), "last_xid": 79},
+            {},
+        ),
+        ("nvlink_errors", "5 NVLink errors", {"nvlink_errors": 5}, {}),
+        ("preemptions", "7 preemptions", {"preemptions": 7, "recomputed_tokens": lambda second: 50 * second}, {}),
+        ("pages", "98% full while requests waited, so a batch had 11 of 40", {"pages_free": 2, "running": 11}, {}),
+        ("small_batches", "a batch had 5 of 40", {"running": 5, "waiting": lambda second: int(second % 3 == 0)}, {}),
+        ("idle_engine", "nothing in 50%", {"computed_seconds": lambda second: 0.5 * second}, {}),
+        (
+            "client",
+            "the client was the limit: busy",
+            {},
+            {"doubts": [{"code": "CLIENT_LIMIT", "message": "busy"}]},
+        ),
+        ("measuring_loop", "12%", {}, {"loop_seconds": {"harness": 7.2}}),
+        ("kernels", "no g++", {}, {"target": FACTS["target"] | {"why_no_kernels": "no g++"}}),  # type: ignore[operator]
+        (
+            "steadiness",
+            "the worst began",
+            {"output_tokens": lambda second: 200 * second - (second % 10 > 5) * 150},
+            {},
+        ),
+    ],
+)
+def test_each_cause_is_found_with_its_evidence(
+    code: str, words: str, levels: dict[str, Any], facts: dict[str, Any], tmp_path: Path
+) -> None:
+    (found,) = [one for one in diagnose(made(tmp_path, levels, facts)) if one.state != State.OK]
+    assert found.code == code
+    assert words in found.message
+    assert found.command
+
+
+def test_a_healthy_run_has_no_cause_and_the_command_says_what_was_examined(tmp_path: Path) -> None:
+    run = made(tmp_path, {}, {})
+    assert {one.state for one in diagnose(run)} == {State.OK}
+    code, out, _ = call_here("doctor", run.path, "--json")
+    document = json.loads(out)
+    assert (code, document["kind"], document["verdict"]) == (0, "diagnosis", "MEASURED")
+    assert {"contention", "throttling", "preemptions", "pages"} <= {one["code"] for one in document["findings"]}
+    code, _, err = call_here("doctor", tmp_path)
+    assert (code, len(err.splitlines())) == (2, 1)
