@@ -25,6 +25,7 @@ from megatoken.analysis.stability import (
     window_seconds,
     windows_of,
 )
+from megatoken.hardware.telemetry import COUNTS
 from megatoken.runs.tables import SampleRow, SeriesRow, to_table
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,6 +71,7 @@ def series(rates: Floats, **columns: Callable[[int], float] | float) -> pa.Table
             power_watts=value("power_watts", second, math.nan),
             clock_mhz=value("clock_mhz", second, math.nan),
             temperature_celsius=value("temperature_celsius", second, math.nan),
+            **{name: int(value(name, second, 0)) for name in COUNTS if name in columns},
         )
         for second in range(len(rates))
     ]
@@ -248,11 +250,27 @@ def test_a_clock_below_its_maximum_with_power_at_the_limit_is_how_the_card_is_bu
     assert stability["throttling"] == {
         "otherwise_limited_share": 0.0,
         "otherwise_limited_replica": None,
+        "otherwise_limited_causes": [],
         "power_limited_share": 1.0,
         "lowest_clock_mhz": 1500.0,
         "median_clock_mhz": 1500.0,
         "highest_temperature_celsius": 64.0,
     }
+
+
+def test_the_drivers_reasons_decide_and_name_the_cause() -> None:
+    hot = {"power_watts": 690.0, "clock_mhz": 1500.0, "clock_reasons": lambda second: 0x44 if second % 10 == 0 else 4}
+    stability = judged(steady(), **hot)
+    assert (stability["verdict"], codes(stability)) == ("UNSTABLE", ["THROTTLED"])
+    assert "was slowed down by heat (hardware) in 9.9 % of the rows" in stability["reasons"][0]["message"]
+    low = judged(steady(), power_watts=400.0, clock_mhz=lambda second: 1900.0 - second, clock_reasons=2)
+    assert low["verdict"] == "STABLE"  # a user set the clocks
+
+
+def test_errors_of_a_gpu_end_a_soak_as_unstable() -> None:
+    stability = judged(steady(), xid_errors=lambda second: int(second > 300), pcie_replays=3)
+    assert codes(stability) == ["GPU_ERRORS"]
+    assert [error["field"] for error in stability["gpu_errors"]] == ["pcie_replays", "xid_errors"]
 
 
 def test_a_clock_that_falls_with_power_to_spare_is_throttled() -> None:

@@ -317,7 +317,7 @@ class LateReplicas:
         self._clocks = [VirtualClock() for _ in range(count)]
         self._engines = [simulated(model, clock) for clock in self._clocks]
         monkeypatch.setattr(replica, "EngineThread", SteppedByHand)
-        options: dict[str, Any] = {"streams": False, "keep_ids": False, "notify": lambda: None}
+        options: dict[str, Any] = {"streams": False, "keep_ids": False, "sensors": None, "notify": lambda: None}
         self._replicas = [replica.Replica(one, "", **options) for one in self._engines]
         self._queue: deque[tuple[int, Request]] = deque()
 

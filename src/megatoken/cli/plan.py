@@ -137,7 +137,10 @@ _add(
 @app.command(cls=key_command({}, prefix="engine."))
 def throughput(
     ctx: typer.Context,
-    gpu: Annotated[str, flag("NAME", "GPU to simulate, for example H200 or GB300.")],
+    gpu: Annotated[str | None, flag("NAME", "GPU to simulate, for example H200 or GB300.")] = None,
+    machine: Annotated[
+        Path | None, flag("FILE", "qualify.json of a machine, a CPU too: predict from its measurements.")
+    ] = None,
     model: Annotated[str, flag("SHAPE", "Named model shape.")] = "llama2-70b",
     precision: Annotated[str, flag("bf16|fp8|fp4", "Number format of the layers' matrix products.")] = "fp8",
     nodes: Annotated[int, flag("N", "Nodes in the rack.")] = 1,
@@ -151,19 +154,24 @@ def throughput(
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Simulate throughput on other hardware. Offline scenario, in simulated time."""
+    """Simulate throughput on other hardware, or predict it on a qualified machine. Offline, in simulated time."""
     from megatoken.config import load_run_config
     from megatoken.planning.throughput_plan import throughput as simulated
 
     for key in ("device", "threads"):
         if f"engine.{key}" in ctx.meta[FLAGS]:
             raise UsageError(f"--engine.{key}: this machine computes nothing here; leave it out")
-    config = load_run_config(None, {"precision": precision, "rack.simulated_gpu": gpu, **ctx.meta[FLAGS]}, rack="auto")
+    if (gpu is None) == (machine is None):
+        raise UsageError("--gpu or --machine: give one of them, a GPU to simulate or the qualify.json of a machine")
+    simulated_gpu = {} if gpu is None else {"rack.simulated_gpu": gpu}
+    flags = {"precision": precision, **simulated_gpu, **ctx.meta[FLAGS]}
+    config = load_run_config(None, flags, rack="auto" if gpu else None)
     with counted("simulating nodes") as progress:
         plan = simulated(
             model,
             config.engine_config(),
             gpu,
+            machine=machine,
             nodes=nodes,
             gpus_per_node=gpus_per_node,
             minutes=minutes,

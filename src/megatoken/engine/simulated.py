@@ -20,6 +20,7 @@ from megatoken.engine.active_request import ActiveRequest
 from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
+from megatoken.engine.measured_costs import Costs
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.request import TokenLogprobs
 from megatoken.engine.runner_protocol import PromptPart
@@ -86,8 +87,8 @@ class Simulation(NamedTuple):
 
     model: ModelConfig
     memory: MemoryPlan
-    costs: CostModel
-    gpu: Gpu
+    costs: Costs
+    gpu: Gpu | None  # None: a processor
 
 
 def plan_simulation(
@@ -219,7 +220,8 @@ class SimulatedRunner:
         seconds_per_sequence: float,
     ) -> None:
         simulation = plan_simulation(model, config, gpu, seconds_per_sequence=seconds_per_sequence)
-        self.model_config, self.memory_plan, self.costs, self._gpu = simulation
+        self.model_config, self.memory_plan, self.costs, _ = simulation
+        self._gpu_name = find_gpu(gpu).name
         self.content_hash = hashlib.sha256(f"simulated {self.model_config}".encode()).hexdigest()
         self.tokenizer: Tokenizer | None = None
         self.gpu_uuids: list[str] = []
@@ -238,8 +240,8 @@ class SimulatedRunner:
     def describe(self) -> dict[str, Any]:
         """What the model pretends to run on and with, ready for JSON."""
         return {
-            "device": f"simulated {self._gpu.name}",
-            "simulated_gpu": self._gpu.name,
+            "device": f"simulated {self._gpu_name}",
+            "simulated_gpu": self._gpu_name,
             "kernels": f"none: a cost model; products: {self.costs.basis}",
             "why_no_kernels": None,
             "bf16_widened": False,

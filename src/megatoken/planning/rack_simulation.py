@@ -21,6 +21,7 @@ from multiprocessing import get_context
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.analysis.qualified import Machine
 from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
 from megatoken.engine.cost_model import SECONDS_PER_SEQUENCE, StepCost
 from megatoken.engine.simulated import Simulation, plan_simulation
@@ -36,7 +37,10 @@ Progress = Callable[[int, int], None]  # nodes done, all nodes
 
 @dataclass(frozen=True, slots=True)
 class Rack:
-    """A rack to simulate; ``seconds_per_sequence`` as in ``CostModel``."""
+    """A rack to simulate; ``seconds_per_sequence`` as in ``CostModel``.
+
+    With a ``machine`` each node is that one, and the times of steps follow from its measurements.
+    """
 
     model: ModelConfig
     config: EngineConfig
@@ -44,6 +48,7 @@ class Rack:
     nodes: int = 1
     replicas_per_node: int = 1
     seconds_per_sequence: float = 0.0
+    machine: Machine | None = None
 
     @classmethod
     def of(cls, model: str, config: EngineConfig, gpu: str, *, nodes: int, gpus_per_node: int) -> Rack:
@@ -75,6 +80,9 @@ class Rack:
 
     def simulation(self) -> Simulation:
         """Sizes and step times of a replica. Raises as ``plan_simulation``."""
+        if self.machine is not None:
+            memory = self.machine.memory(self.model, self.config)
+            return Simulation(self.model, memory, self.machine.costs(self.model, self.config), self.machine.gpu)
         return plan_simulation(self.model, self.config, self.gpu, seconds_per_sequence=self.seconds_per_sequence)
 
 

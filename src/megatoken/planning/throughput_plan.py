@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.analysis.qualified import read_machine
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine.config import EngineConfig
 from megatoken.engine.cost_model import SECONDS_PER_SEQUENCE, StepCost
+from megatoken.engine.measured_costs import CorrectedCosts
+from megatoken.engine.schemes import scheme_of
 from megatoken.engine.simulated import Simulation
 from megatoken.errors import UsageError
 from megatoken.planning.figures import Input, Plan, Result, State, Table
@@ -45,8 +48,9 @@ _SOURCES = {
 def throughput(
     model: str,
     config: EngineConfig,
-    gpu: str,
+    gpu: str | None,
     *,
+    machine: Path | None = None,
     nodes: int,
     gpus_per_node: int,
     minutes: float,
@@ -55,10 +59,17 @@ def throughput(
     software: str = "megatoken",
     progress: Progress | None = None,
 ) -> Plan:
-    """The plan of ``megatoken plan throughput``, by its flags; raises as ``plan_throughput`` and ``load_lengths``."""
+    """The plan of ``megatoken plan throughput``, by its flags, on a GPU or a qualified machine.
+
+    Raises as ``plan_throughput`` and ``load_lengths``."""
     if not 0 < minutes < math.inf:
         raise UsageError(f"--minutes is {minutes:g}; give a number above 0")
-    rack = Rack.of(model, config, gpu, nodes=nodes, gpus_per_node=gpus_per_node)
+    measured = None if machine is None else read_machine(machine)
+    name = gpu if measured is None else measured.name
+    if name is None:
+        raise UsageError("--gpu or --machine: give the GPU to simulate, or the qualify.json of a machine")
+    rack = Rack.of(model, config, name, nodes=nodes, gpus_per_node=gpus_per_node)
+    rack = replace(rack, machine=measured)
     simulation = rack.simulation()
     table = load_lengths(
         lengths, vocabulary_size=simulation.model.vocabulary_size, max_length=simulation.memory.max_length
@@ -101,7 +112,8 @@ def plan_throughput(
     parts = mean_cost([run.parts for run in runs])
     return Plan(
         kind="plan_throughput",
-        title=f"{rack.model.name} in {rack.config.precision} on {_hardware(rack)}, simulated",
+        title=f"{rack.model.name} in {rack.config.precision} on {_hardware(rack)}, "
+        + ("simulated" if rack.machine is None else "predicted from its qualification"),
         inputs=_inputs(rack, simulation, lengths, seconds, software, lengths_source),
         results=tuple(_results(rack, runs, parts)),
         tables=(_step_table(parts), *((_nodes_table(runs),) if len(runs) > 1 else ())),
@@ -119,6 +131,8 @@ def scaled_answers(lengths: NDArray[np.int64], mean_tokens: float) -> NDArray[np
 
 def _hardware(rack: Rack) -> str:
     nodes = f"{rack.nodes} nodes of " if rack.nodes > 1 else ""
+    if rack.machine is not None and rack.machine.gpu is None:
+        return f"{nodes}{rack.gpu}"
     ranks = rack.config.tensor_parallel
     sharing = f", {ranks} per replica" if ranks > 1 else ""
     return f"{nodes}{rack.gpus_per_node} x {rack.gpu}{sharing}"
@@ -127,16 +141,13 @@ def _hardware(rack: Rack) -> str:
 def _inputs(
     rack: Rack, simulation: Simulation, lengths: NDArray[np.int64], seconds: float, software: str, lengths_source: str
 ) -> tuple[Input, ...]:
-    memory, gpu = simulation.memory, simulation.gpu
-    sheet = "gpu_specs.csv"
-    peak = gpu.operations_per_second[rack.config.precision] / 1e12
+    memory = simulation.memory
     per_sequence = SECONDS_PER_SEQUENCE[software] * 1e6
     state: State = "measured" if software == "megatoken" else "estimate"
     derived = "memory plan of the engine"
     mean_input, mean_output = (float(mean) for mean in lengths.mean(axis=0))
     return (
-        Input("matrix products, data sheet", peak, f"TFLOP/s, {rack.config.precision}", "nameplate", sheet),
-        Input("memory bandwidth", gpu.memory_bytes_per_second / 1e12, "TB/s", "nameplate", sheet),
+        *_rates(rack, simulation),
         Input("tokens per step", memory.max_batched_tokens, "tokens at most", "given", derived),
         Input("sequences", memory.max_sequences, "at most", "given", derived),
         Input("cache", memory.cache_tokens, "tokens", "estimate", derived),
@@ -145,6 +156,31 @@ def _inputs(
         Input("software", per_sequence, "us per step and sequence", state, _SOURCES[software]),
         Input("requests start within", seconds, "s", "given", "virtual time"),
     )
+
+
+def _rates(rack: Rack, simulation: Simulation) -> Iterator[Input]:
+    """What the times of steps rest on: the data sheet, or what qualify measured."""
+    precision, machine, gpu = rack.config.precision, rack.machine, simulation.gpu
+    if gpu is not None:
+        sheet = "gpu_specs.csv"
+        peak = gpu.operations_per_second[precision] / 1e12
+        yield Input("matrix products, data sheet", peak, f"TFLOP/s, {precision}", "nameplate", sheet)
+        yield Input("memory bandwidth", gpu.memory_bytes_per_second / 1e12, "TB/s", "nameplate", sheet)
+    if machine is not None and gpu is None:
+        rates = machine.processor_rates(scheme_of(rack.config))
+        for tokens, rate in rates.products:
+            yield Input(f"products of {tokens:.0f} tokens", rate / 1e9, "GFLOP/s", "measured", machine.source)
+        yield Input("attention of decodes", rates.decode_attention / 1e9, "GB/s", "measured", machine.source)
+        yield Input("attention of prompts", rates.prompt_attention / 1e9, "GFLOP/s", "measured", machine.source)
+        yield Input("a step beyond its kernels", rates.step_seconds * 1e3, "ms", "estimate", machine.source)
+        yield Input("a layer beyond its kernels", rates.layer_seconds * 1e3, "ms", "estimate", machine.source)
+    elif machine is not None:
+        costs = machine.costs(rack.model, rack.config)
+        if isinstance(costs, CorrectedCosts):
+            for name, factor in asdict(costs.factors).items():
+                yield Input(
+                    f"{name.replace('_', ' ')}, against the model", factor, "of its time", "measured", machine.source
+                )
 
 
 def _results(rack: Rack, runs: Sequence[NodeRun], parts: StepCost) -> list[Result]:

@@ -9,12 +9,13 @@ from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import cpu
 from megatoken.engine.schemes import find_scheme
-from megatoken.hardware.qualify.processor import engine_precision, usable_cores
+from megatoken.hardware.qualify.processor import engine_precision, peak, usable_cores
 from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
 
 SHAPE, PAGE_SIZE, CONTEXT = "125m", 64, 512
 TOKENS = 512
+PROMPTS, PROMPT_TOKENS = 4, 128
 
 
 @torch.inference_mode()
@@ -42,6 +43,17 @@ def kernels(setting: Setting) -> Outcomes:
     seconds = call_seconds(lambda: cpu.paged_attention(queries, cache, table), setting)
     title = f"Decode attention, {sequences} sequences of {CONTEXT} tokens, {precision}"
     yield Value("decode_attention", title, "GB/s", rates(moved / 1e9, seconds), bound=bound, note=note)
+
+    prompts = min(PROMPTS, sequences)
+    starts = torch.arange(0, (prompts + 1) * PROMPT_TOKENS, PROMPT_TOKENS, dtype=torch.int32)
+    lengths = torch.full((prompts,), PROMPT_TOKENS, dtype=torch.int32)
+    prompt_table = cpu.PageTable(table.pages_RP[:prompts], lengths, starts)
+    prompt_queries = torch.randn(prompts * PROMPT_TOKENS, model.heads, model.head_dim, dtype=dtype)
+    operations = 4 * prompts * PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2 * model.heads * model.head_dim
+    seconds = call_seconds(lambda: cpu.paged_attention(prompt_queries, cache, prompt_table), setting)
+    title = f"Prompt attention, {prompts} prompts of {PROMPT_TOKENS} tokens, {precision}"
+    most = peak(precision, usable_cores(), setting)
+    yield Value("prompt_attention", title, "GFLOP/s", rates(operations / 1e9, seconds), bound=most, note=note)
 
     x_TD = torch.randn(TOKENS, model.hidden_size, dtype=dtype)
     weight_D = torch.ones(model.hidden_size, dtype=dtype)

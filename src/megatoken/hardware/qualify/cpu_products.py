@@ -8,12 +8,11 @@ from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import cpu
 from megatoken.engine.schemes import find_scheme
 from megatoken.hardware.qualify.processor import engine_precision, peak, usable_cores
-from megatoken.hardware.qualify.shapes import products_of
+from megatoken.hardware.qualify.shapes import CPU_LOAD, CPU_TOKENS, products_of
 from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SHAPE, TOKENS = "125m", (1, 64)
 LAYERS = 8
 """Distinct layers of weights, so that they come from memory and not from a cache."""
 
@@ -44,12 +43,12 @@ def layer_products(setting: Setting) -> Outcomes:
     """The four products of a layer in the engine's fastest format, back to back over distinct layers, as in a step."""
     torch.set_num_threads(usable_cores())
     precision = engine_precision()
-    dtype, scheme, products = DTYPES[precision], find_scheme(precision), products_of(SHAPES[SHAPE])
+    dtype, scheme, products = DTYPES[precision], find_scheme(precision), products_of(SHAPES[CPU_LOAD.shape])
     layers = [
         [cpu.pack_linear(torch.randn(one.outputs, one.inputs, dtype=dtype), None, scheme) for one in products]
         for _ in range(LAYERS)
     ]
-    for tokens in TOKENS:
+    for tokens in CPU_TOKENS:
         inputs = [torch.randn(tokens, one.inputs, dtype=dtype) for one in products]
 
         def step(inputs: list[torch.Tensor] = inputs) -> None:
@@ -59,9 +58,14 @@ def layer_products(setting: Setting) -> Outcomes:
 
         seconds = call_seconds(step, setting)
         operations = LAYERS * sum(one.operations(tokens) for one in products)
-        title, unit, work, bound = f"Layers of {SHAPE} {precision}, {tokens} tokens", "GFLOP/s", operations, None
+        title, unit, work, bound = (
+            f"Layers of {CPU_LOAD.shape} {precision}, {tokens} tokens",
+            "GFLOP/s",
+            operations,
+            None,
+        )
         if tokens == 1:
-            title, unit = f"Layers of {SHAPE} {precision}, 1 token", "GB/s"
+            title, unit = f"Layers of {CPU_LOAD.shape} {precision}, 1 token", "GB/s"
             work = LAYERS * sum(one.moved_bytes(tokens, dtype.itemsize) for one in products)
             if (read := setting.measured.get("memory_read")) is not None:
                 bound = Bound(read, "reading of memory, measured", certain=False)

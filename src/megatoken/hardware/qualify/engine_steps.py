@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import Precision
 from megatoken.hardware.qualify.processor import engine_precision
+from megatoken.hardware.qualify.shapes import CPU_LOAD, GPU_LOAD, SMALL_LOAD, WARM_UP_STEPS, Load
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
 
-CPU_SHAPE, CPU_SEQUENCES, CPU_PROMPT = "125m", 16, 128
-GPU_SHAPE, GPU_SEQUENCES, GPU_PROMPT = "llama3.1-8b", 256, 512
-WARM_UP_STEPS, MOST_STEPS = 3, 200
+MOST_STEPS = 200
 SECONDS_FACTOR = 5
 """Steps are few and long: a value may take so many times the setting's seconds, and has no fewer than three steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A named shape and its running sequences; ``weight_bytes`` of one weight inside the layers."""
-
-    shape: str
-    precision: Precision
-    weight_bytes: int
-    sequences: int
-    prompt_tokens: int
 
 
 def on_cpu(setting: Setting) -> Outcomes:
@@ -35,19 +22,25 @@ def on_cpu(setting: Setting) -> Outcomes:
     read = setting.measured.get("memory_read")
     precision = engine_precision()
     item = 2 if precision == "bf16" else 4
-    yield from _steps(Load(CPU_SHAPE, precision, item, CPU_SEQUENCES, CPU_PROMPT), read, setting)
+    for load in (SMALL_LOAD, CPU_LOAD):
+        yield from _steps(load, precision, item, read, setting)
 
 
 def on_gpu(setting: Setting) -> Outcomes:
     """fp8 weights and cache."""
     read = setting.measured.get("hbm_read")
-    yield from _steps(Load(GPU_SHAPE, "fp8", 1, GPU_SEQUENCES, GPU_PROMPT), read, setting)
+    yield from _steps(GPU_LOAD, "fp8", 1, read, setting)
 
 
-def _steps(load: Load, read_gigabytes: float | None, setting: Setting) -> Outcomes:
-    """Random weights and prompts. The bound is the time to read weights and cache at the measured rate."""
+def _steps(
+    load: Load, precision: Precision, weight_bytes: int, read_gigabytes: float | None, setting: Setting
+) -> Outcomes:
+    """Random weights and prompts; ``weight_bytes`` of one weight inside the layers.
+
+    The bound is the time to read weights and cache at the measured rate.
+    """
     config = EngineConfig(
-        precision=load.precision,
+        precision=precision,
         max_sequences=load.sequences + 8,
         max_length=load.prompt_tokens + MOST_STEPS + 2,
         max_batched_tokens=load.sequences + load.prompt_tokens,
@@ -82,13 +75,13 @@ def _steps(load: Load, read_gigabytes: float | None, setting: Setting) -> Outcom
         decodes = milliseconds(with_prompt=False)
         bound = None
         if read_gigabytes is not None:
-            head_bytes = max(2, load.weight_bytes) * model.hidden_size * model.vocabulary_size
-            weights = load.weight_bytes * model.linear_parameters + head_bytes
+            head_bytes = max(2, weight_bytes) * model.hidden_size * model.vocabulary_size
+            weights = weight_bytes * model.linear_parameters + head_bytes
             tokens = load.sequences * (load.prompt_tokens + WARM_UP_STEPS + len(decodes) / 2)
             cached = tokens * plan.cache_bytes / plan.cache_tokens
             formula = f"weights of {weights / 1e9:.2f} GB and cache of {cached / 1e9:.2f} GB at the measured rate"
             bound = Bound((weights + cached) / read_gigabytes / 1e6, formula, certain=False)
-        title = f"Decode step of {load.shape} {load.precision}, {load.sequences} sequences"
-        yield Value("decode_step", title, "ms", decodes, "lower", bound)
-        title = f"The same step with a prompt of {load.prompt_tokens} tokens"
-        yield Value("mixed_step", title, "ms", milliseconds(with_prompt=True), "lower")
+        title = f"Decode step of {load.shape} {precision}, {load.sequences} sequences"
+        yield Value(f"decode_step{load.suffix}", title, "ms", decodes, "lower", bound)
+        title = f"Step of {load.shape} {precision}, {load.sequences} sequences and a prompt of {load.prompt_tokens}"
+        yield Value(f"mixed_step{load.suffix}", title, "ms", milliseconds(with_prompt=True), "lower")

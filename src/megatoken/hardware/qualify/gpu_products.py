@@ -19,13 +19,12 @@ from megatoken.hardware.qualify.gpu_timing import (
     gaussian_e4m3,
     gpu_seconds,
 )
-from megatoken.hardware.qualify.shapes import Product, bound_seconds, products_of
+from megatoken.hardware.qualify.shapes import GPU_LAYERS, Product, bound_seconds, products_of
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import data_sheet
 
 SCALINGS = {"bf16": "bf16", "fp8": "tensor"}
-SHAPES_TIMED, TOKENS = ("llama2-70b", "llama3.1-8b"), (64, 1536)
 LAYERS = 8
 """Distinct layers: at least 1.7 GB of weights, so that they come from memory and not from the cache."""
 ZEROS_TOKENS, ZEROS_LAYERS = 4096, 4
@@ -84,10 +83,10 @@ def layer_products(setting: Setting) -> Outcomes:
     if obstacle := gpu_obstacle(find_scheme("fp8")):
         yield NotRun("layer_products_fp8", "fp8 products of layers", obstacle, "take a GPU that has fp8")
         return
-    for shape in SHAPES_TIMED:
+    for shape in GPU_LAYERS.shapes:
         products = products_of(SHAPES[shape])
         weights = Weights("tensor", products, LAYERS)
-        for tokens in TOKENS:
+        for tokens in GPU_LAYERS.tokens:
             calls = [weights.call(number, tokens) for number in range(len(products))]
 
             def step(calls: list[Callable[[int], Tensor]] = calls) -> None:

@@ -55,18 +55,28 @@ def band(part: str, name: str, unit: str) -> Band | None:
     return Band(BELOW_LOWEST * min(values), ABOVE_HIGHEST * max(values), sources)
 
 
+def read_document(path: Path, flag: str) -> Mapping[str, Any]:
+    """A ``qualify.json``, which the user gave to a flag.
+
+    Raises:
+        UsageError: it cannot be read, or is another document.
+    """
+    try:
+        document, _, _ = read_json_object(path)
+    except (UnreadableError, OSError) as error:
+        raise UsageError(f"{flag} {path}: {error}; give the qualify.json of a qualification") from error
+    if document.get("kind") != KIND or document.get("schema_version") != SCHEMA_VERSION:
+        raise UsageError(f"{flag} {path}: not a qualify.json of version {SCHEMA_VERSION}; give one")
+    return document
+
+
 def read_baseline(path: Path, device: str) -> dict[tuple[str, str], Earlier]:
     """The values of an earlier ``qualify.json`` of the same device, by name and unit.
 
     Raises:
         UsageError: it cannot be read, is another document, or is about another device.
     """
-    try:
-        document, _, _ = read_json_object(path)
-    except (UnreadableError, OSError) as error:
-        raise UsageError(f"--baseline {path}: {error}; give the qualify.json of an earlier qualification") from error
-    if document.get("kind") != KIND or document.get("schema_version") != SCHEMA_VERSION:
-        raise UsageError(f"--baseline {path}: not a qualify.json of version {SCHEMA_VERSION}; give one")
+    document = read_document(path, "--baseline")
     if (other := document.get("device")) != device:
         raise UsageError(f"--baseline {path}: is about {other}, this is {device}; give one of this machine")
     return {

@@ -1,10 +1,37 @@
-"""The matrix products of a decoder layer."""
+"""The work that is timed: matrix products of a decoder layer, attention and steps of named models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatoken.engine.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A named shape, its running sequences and the length of each prompt; ``suffix``: of the names of its values."""
+
+    shape: str
+    sequences: int
+    prompt_tokens: int
+    suffix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Named shapes whose layers' products are timed at so many tokens."""
+
+    shapes: tuple[str, ...]
+    tokens: tuple[int, ...]
+
+
+CPU_LOAD, GPU_LOAD = Load("125m", 16, 128), Load("llama3.1-8b", 256, 512)
+SMALL_LOAD = Load("tiny", 16, 128, "_tiny")
+"""Its steps show what a step costs beyond its kernels."""
+WARM_UP_STEPS = 3
+CPU_TOKENS = (1, 16, 64, 256)
+GPU_LAYERS = Layers(("llama2-70b", "llama3.1-8b"), (64, 1536))
+GPU_ATTENTION = Load("llama2-70b", 900, 512)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,221 @@
+"""A machine as ``megatoken qualify`` measured it: what a model would serve on it, from the parts of its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatoken.engine.config import SHAPES, EngineConfig, ModelConfig
+from megatoken.engine.cost_model import CostModel, StepCost
+from megatoken.engine.gpus import Gpu, find_gpu, gpus
+from megatoken.engine.measured_costs import CorrectedCosts, Costs, Factors, ProcessorCosts, ProcessorRates
+from megatoken.engine.memory import MemoryPlan, plan_memory_of
+from megatoken.engine.schemes import LinearScheme, scheme_of
+from megatoken.engine.simulated import CONTEXT_BYTES
+from megatoken.errors import MegatokenError, UsageError
+from megatoken.hardware.qualify.references import read_document
+from megatoken.hardware.qualify.shapes import (
+    CPU_LOAD,
+    CPU_TOKENS,
+    GPU_ATTENTION,
+    GPU_LAYERS,
+    SMALL_LOAD,
+    WARM_UP_STEPS,
+    products_of,
+)
+
+if TYPE_CHECKING:
+    from megatoken.runs.run import Run
+
+PARTS = StepCost._fields[1:9]
+COPY_SHARE = 0.89
+"""Of the data sheet's bandwidth, that a copy reached on the H200 from which the cost model's constants are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One document of ``megatoken qualify``.
+
+    Attributes:
+        source: the file.
+        name: the part: a GPU of gpu_specs.csv, or a processor.
+        values: medians by name.
+        counts: windows of each value.
+        memory_bytes: that were available.
+    """
+
+    source: str
+    name: str
+    values: Mapping[str, float]
+    counts: Mapping[str, int]
+    memory_bytes: int
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The data sheet; None of a processor."""
+        return gpus().get(self.name)
+
+    def memory(self, model: ModelConfig, config: EngineConfig) -> MemoryPlan:
+        """The engine's memory plan on this machine. Raises as ``plan_memory_of``."""
+        device = "cpu" if self.gpu is None else "cuda"
+        return plan_memory_of(model, config, device, self.memory_bytes)
+
+    def costs(self, model: ModelConfig, config: EngineConfig) -> Costs:
+        """What the steps of a model take.
+
+        Raises:
+            UsageError: the document lacks a value that this needs.
+            ConfigError: the GPU has no such products.
+        """
+        scheme = scheme_of(config)
+        if self.gpu is None:
+            return ProcessorCosts(model, scheme, self.processor_rates(scheme))
+        return self._corrected(CostModel(model, scheme, self.gpu, cuda_graphs=config.cuda_graphs), scheme, self.gpu)
+
+    def processor_rates(self, scheme: LinearScheme) -> ProcessorRates:
+        """The kernels of a processor, and what steps of two models took beyond them."""
+        precision, shape = scheme.precision, SHAPES[CPU_LOAD.shape]
+        item = scheme.activation_bytes
+        points = []
+        for tokens in CPU_TOKENS:
+            rate = self._value(f"layer_products_{precision}_{tokens}", precision) * 1e9
+            if tokens == 1:  # in bytes/s
+                products = products_of(shape)
+                rate *= sum(one.operations(1) for one in products) / sum(one.moved_bytes(1, item) for one in products)
+            points.append((float(tokens), rate))
+        names = ("decode_attention", "prompt_attention", "rms_norm")
+        attention, prompts, norm = (self._value(name, precision) * 1e9 for name in names)
+        kernels = ProcessorRates(points, attention, prompts, norm)
+        beyond = []
+        for load in (SMALL_LOAD, CPU_LOAD):
+            model = SHAPES[load.shape]
+            name = f"decode_step{load.suffix}"
+            measured = self._value(name, precision) / 1e3
+            context = load.prompt_tokens + WARM_UP_STEPS + self.counts[name] / 2
+            known = ProcessorCosts(model, scheme, kernels).step_of(
+                load.sequences, load.sequences * context, (), load.sequences
+            )
+            beyond.append((model.layers, max(0.0, measured - known.seconds)))
+        (few, least), (many, most) = beyond
+        layer = max(0.0, (most - least) / (many - few))
+        step = least - few * layer
+        if step < 0:  # the measured kernels do not explain the larger model, whose steps matter more
+            layer, step = most / many, 0.0
+        return ProcessorRates(points, attention, prompts, norm, step, layer)
+
+    def _corrected(self, model: CostModel, scheme: LinearScheme, gpu: Gpu) -> CorrectedCosts:
+        """Corrections of what the document has; the parts that it lacks stay as the cost model has them."""
+        few, many = min(GPU_LAYERS.tokens), max(GPU_LAYERS.tokens)
+
+        def products(tokens: int) -> float:
+            found = []
+            for name in GPU_LAYERS.shapes:
+                measured = self.values.get(f"layer_products_{scheme.precision}_{name}_{tokens}")
+                if measured is not None:
+                    shape = SHAPES[name]
+                    cost = CostModel(shape, scheme, gpu).step_of(tokens, 0, (), tokens)
+                    found.append(2e-12 * tokens * shape.linear_parameters / cost.products / measured)
+            return math.prod(found) ** (1 / len(found)) if found else 1.0
+
+        attention, copy = self.values.get("decode_attention"), self.values.get("hbm_copy")
+        decode = 1.0
+        if attention is not None and scheme.fp8_cache:
+            shape, of = SHAPES[GPU_ATTENTION.shape], GPU_ATTENTION
+            keys = of.sequences * of.prompt_tokens
+            cost = CostModel(shape, scheme, gpu).step_of(of.sequences, keys, (), 0)
+            moved = 2.0 * shape.layers * shape.kv_heads * shape.head_dim * keys
+            decode = moved / 1e9 / cost.decode_attention / attention
+        elementwise = 1.0 if copy is None else COPY_SHARE * gpu.memory_bytes_per_second / 1e9 / copy
+        return CorrectedCosts(model, Factors(products(many), products(few), decode, elementwise), few, many)
+
+    def _value(self, name: str, precision: str) -> float:
+        if name not in self.values:
+            raise UsageError(
+                f"{self.source}: has no {name}, which predicting {precision} on a processor needs; repeat megatoken"
+                " qualify, whose products are in the fastest format of the processor, or take that --precision"
+            )
+        return self.values[name]
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine of a ``qualify.json``.
+
+    Raises:
+        UsageError: it cannot be read, or is another document.
+    """
+    return machine_of(read_document(path, "--machine"), str(path))
+
+
+def machine_of(document: Mapping[str, Any], source: str) -> Machine:
+    """The same of a document that was read."""
+    values = {
+        value["name"]: value
+        for test in document["tests"]
+        for value in test["values"]
+        if value.get("median") is not None
+    }
+    name = str(document["device"])
+    memory = (document["machine"].get("memory") or {}).get("available_bytes") or 0
+    if name in gpus():
+        memory = find_gpu(name).memory_bytes - CONTEXT_BYTES
+    return Machine(
+        source,
+        name,
+        {name: float(value["median"]) for name, value in values.items()},
+        {name: len(value["windows"]) for name, value in values.items()},
+        memory,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a machine should reach in Offline, by its qualification; ``part_seconds`` of all steps, by part."""
+
+    output_tokens_per_second: float
+    seconds: float
+    steps: int
+    part_seconds: Mapping[str, float]
+
+
+def predict(
+    costs: Costs, memory: MemoryPlan, lengths: Sequence[tuple[int, int]], *, prefix_cache: bool = False
+) -> Prediction:
+    """Plan and time every step for requests of ``lengths``, prompt and answer tokens, that all wait from the start."""
+    scheduler = memory.scheduler(prefix_cache=prefix_cache)
+    for number, (prompt, answer) in enumerate(lengths):
+        scheduler.add(number, prompt, answer)
+    seconds, steps, parts = 0.0, 0, dict.fromkeys(PARTS, 0.0)
+    while (plan := scheduler.plan()) is not None:
+        cost = costs.step(plan)
+        seconds, steps = seconds + cost.seconds, steps + 1
+        for name in PARTS:
+            parts[name] += getattr(cost, name)
+    tokens = sum(answer for _, answer in lengths)
+    return Prediction(tokens / seconds if seconds else math.nan, seconds, steps, parts)
+
+
+def predict_run(machine: Machine, run: Run) -> Prediction | str:
+    """What the machine should have reached with the requests of a run folder; otherwise why that is unknown."""
+    result, engine = run.result, run.config.get("engine") or {}
+    shape = SHAPES.get(str(result.get("model")))
+    if result.get("scenario") != "offline" or "soak" in result:
+        return "only an Offline rate follows from a machine; other scenarios offer their own"
+    if shape is None:
+        return f"{result.get('model')} is not a named shape"
+    if result.get("rack_nodes") or result.get("client") or (result.get("target") or {}).get("simulated_gpu"):
+        return "the run did not use the engine of this machine alone"
+    names = {one.name for one in fields(EngineConfig)}
+    known = {name: value for name, value in engine.items() if name in names}
+    config = EngineConfig(precision=result["precision"], **known)
+    table = run.requests.sort_by("sample_id")
+    lengths = list(zip(table["input_tokens"].to_pylist(), table["output_tokens"].to_pylist(), strict=True))
+    if not lengths or not all(prompt and answer for prompt, answer in lengths):
+        return "the lengths of prompts and answers are not known"
+    try:
+        costs, memory = machine.costs(shape, config), machine.memory(shape, config)
+    except MegatokenError as error:
+        return str(error)
+    return predict(costs, memory, lengths, prefix_cache=config.prefix_cache)

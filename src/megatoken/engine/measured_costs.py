@@ -1,0 +1,174 @@
+"""Duration of one step on a machine whose parts were measured: a processor, or a GPU that the cost model knows.
+
+``hardware/qualify`` measures the parts; ``analysis/qualified.py`` reads them from its document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.cost_model import CostModel, StepCost
+from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.schemes import LinearScheme
+
+
+class Costs(Protocol):
+    """What a simulated engine needs to know of its hardware.
+
+    Attributes:
+        basis: source of the rate of products, in a few words.
+    """
+
+    basis: str
+
+    def step(self, plan: StepPlan) -> StepCost:
+        """The cost of a planned step."""
+
+    def step_of(
+        self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
+    ) -> StepCost:
+        """The cost of a step, see ``CostModel.step_of``."""
+
+
+class ModelWork(NamedTuple):
+    """What a model computes and moves, for bounds and utilisation.
+
+    Attributes:
+        token_operations: of the layers' products, for each token of a step.
+        sample_operations: of the head, for each token that is sampled.
+        pair_operations: of attention, for each pair of a query and a key.
+        weights_bytes: of the layers and the head, read in each step.
+        cached_token_bytes: keys and values of one token.
+    """
+
+    token_operations: float
+    sample_operations: float
+    pair_operations: float
+    weights_bytes: float
+    cached_token_bytes: float
+
+    @classmethod
+    def of(cls, model: ModelConfig, scheme: LinearScheme, device: str) -> ModelWork:
+        """The work of a model in a number format on "cpu" or "cuda"; of a mixture, the experts that a token uses."""
+        head = float(model.hidden_size * model.vocabulary_size)
+        weight_bytes = scheme.weight_bytes if device == "cuda" else scheme.activation_bytes
+        return cls(
+            2.0 * model.active_linear_parameters,
+            2.0 * head,
+            4.0 * model.layers * model.heads * model.head_dim,
+            model.linear_parameters * weight_bytes + head * scheme.activation_bytes,
+            2.0 * model.layers * model.kv_heads * model.head_dim * scheme.cache_item_bytes(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorRates:
+    """What a processor reaches in the engine's own kernels, in one number format.
+
+    Attributes:
+        products: tokens in a product, and operations/s of the layers' products then, in the order of tokens.
+        decode_attention: bytes/s of cached keys and values.
+        prompt_attention: operations/s.
+        norm: bytes/s of an RMS norm, read and written.
+        step_seconds: that a step takes beyond its kernels.
+        layer_seconds: that each layer takes beyond its kernels.
+    """
+
+    products: Sequence[tuple[float, float]]
+    decode_attention: float
+    prompt_attention: float
+    norm: float
+    step_seconds: float = 0.0
+    layer_seconds: float = 0.0
+
+
+class ProcessorCosts:
+    """Predicts steps of one model on a processor."""
+
+    def __init__(self, model: ModelConfig, scheme: LinearScheme, rates: ProcessorRates) -> None:
+        """Derive what is the same for all steps."""
+        self.basis = "measured by megatoken qualify"
+        self._work, self._rates, self._layers = ModelWork.of(model, scheme, "cpu"), rates, model.layers
+        tokens, operations = zip(*rates.products, strict=True)
+        self._log_tokens, self._log_rates = np.log(tokens), np.log(operations)
+        self._norm_bytes = (2 * model.layers + 1) * 2.0 * model.hidden_size * scheme.activation_bytes
+
+    def step(self, plan: StepPlan) -> StepCost:
+        """The cost of a planned step."""
+        decodes, start = plan.decodes, plan.start
+        chunks = zip(start[decodes:].tolist(), plan.count[decodes:].tolist(), strict=True)
+        samples = len(plan.sample) - (not plan.sample[-1])
+        return self.step_of(decodes, int(np.add.reduce(start[:decodes])) + decodes, chunks, samples)
+
+    def step_of(
+        self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
+    ) -> StepCost:
+        """The cost of a step; arguments as for ``CostModel.step_of``."""
+        work, rates = self._work, self._rates
+        tokens, pairs = float(decodes), 0.0
+        for start, count in chunks:
+            tokens += count
+            pairs += count * (start + (count + 1) / 2)
+        products = tokens * work.token_operations / self._product_rate(tokens)
+        head = samples * work.sample_operations / self._product_rate(max(samples, 1.0))
+        decode_attention = cached_tokens * work.cached_token_bytes / rates.decode_attention
+        chunk_attention = pairs * work.pair_operations / rates.prompt_attention
+        elementwise = tokens * self._norm_bytes / rates.norm
+        gaps = self._layers * rates.layer_seconds
+        parts = (products, decode_attention, chunk_attention, elementwise, head, gaps, 0.0, rates.step_seconds)
+        return StepCost(math.fsum(parts), *parts, math.nan, math.nan)
+
+    def _product_rate(self, tokens: float) -> float:
+        """Operations/s of a product of so many tokens, between the measured ones on logarithmic axes."""
+        return float(np.exp(np.interp(math.log(max(tokens, 1.0)), self._log_tokens, self._log_rates)))
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Measured time over that of the cost model, by part of a step."""
+
+    products: float = 1.0
+    weights: float = 1.0
+    decode_attention: float = 1.0
+    elementwise: float = 1.0
+    chunk_attention: float = 1.0
+
+
+class CorrectedCosts:
+    """The cost model of a GPU, with each part as much slower or faster as this GPU was measured to be."""
+
+    def __init__(self, model: CostModel, factors: Factors, few_tokens: float, many_tokens: float) -> None:
+        """``weights`` holds for steps of ``few_tokens``, ``products`` from ``many_tokens`` on."""
+        self._model, self.factors = model, factors
+        self._log_tokens = (math.log(few_tokens), math.log(many_tokens))
+        self.basis = f"{model.basis}, corrected by megatoken qualify"
+
+    def step(self, plan: StepPlan) -> StepCost:
+        """The cost of a planned step."""
+        return self._corrected(self._model.step(plan), float(plan.count.sum()))
+
+    def step_of(
+        self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
+    ) -> StepCost:
+        """The cost of a step; arguments as for ``CostModel.step_of``."""
+        chunks = list(chunks)
+        cost = self._model.step_of(decodes, cached_tokens, chunks, samples)
+        return self._corrected(cost, decodes + sum(count for _, count in chunks))
+
+    def _corrected(self, cost: StepCost, tokens: float) -> StepCost:
+        factors, log_tokens = self.factors, math.log(max(tokens, 1.0))
+        products = float(np.interp(log_tokens, self._log_tokens, (factors.weights, factors.products)))
+        parts = cost._replace(
+            products=cost.products * products,
+            head=cost.head * products,
+            decode_attention=cost.decode_attention * factors.decode_attention,
+            chunk_attention=cost.chunk_attention * factors.chunk_attention,
+            elementwise=cost.elementwise * factors.elementwise,
+        )
+        return parts._replace(seconds=cost.seconds + math.fsum(parts[1:9]) - math.fsum(cost[1:9]))

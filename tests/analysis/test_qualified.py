@@ -1,0 +1,116 @@
+"""What a qualified machine should serve: the parts of steps, added up, against numbers computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_support import call_here
+from megatoken.analysis.qualified import machine_of, predict
+from megatoken.engine.config import SHAPES, EngineConfig
+from megatoken.engine.cost_model import CostModel
+from megatoken.engine.gpus import find_gpu
+from megatoken.engine.measured_costs import ModelWork, ProcessorCosts, ProcessorRates
+from megatoken.engine.schemes import find_scheme
+from megatoken.errors import UsageError
+from megatoken.planning.rack_simulation import Rack
+
+FP32, FP8 = find_scheme("fp32"), find_scheme("fp8")
+CPU_VALUES = {
+    "layer_products_fp32_1": 10.0,
+    "layer_products_fp32_16": 40.0,
+    "layer_products_fp32_64": 60.0,
+    "layer_products_fp32_256": 80.0,
+    "decode_attention": 5.0,
+    "prompt_attention": 20.0,
+    "rms_norm": 10.0,
+    "decode_step_tiny": 50.0,
+    "decode_step": 160.0,
+}
+
+
+def document(device: str, values: dict[str, float]) -> dict[str, Any]:
+    return {
+        "kind": "qualify",
+        "schema_version": 1,
+        "device": device,
+        "machine": {"memory": {"available_bytes": 8 * 2**30}},
+        "tests": [{"values": [{"name": name, "median": one, "windows": [one] * 3} for name, one in values.items()]}],
+    }
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    rates = ProcessorRates([(1.0, 1e9), (100.0, 100e9)], 4e9, 2e9, 8e9, 1e-3, 1e-4)
+    model = SHAPES["tiny"]
+    cost = ProcessorCosts(model, FP32, rates).step_of(9, 900, [(0, 1)], 10)
+    parameters = 6 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 896)
+    assert model.linear_parameters == parameters
+    assert cost.products == pytest.approx(10 * 2 * parameters / 10e9)  # 10 tokens: halfway on logarithmic axes
+    assert cost.head == pytest.approx(10 * 2 * 256 * 8192 / 10e9)
+    assert cost.decode_attention == pytest.approx(900 * 2 * 6 * 128 * 4 / 4e9)
+    assert cost.chunk_attention == pytest.approx(4 * 6 * 256 / 2e9)
+    assert (cost.gaps, cost.stack) == pytest.approx((6e-4, 1e-3))
+    assert cost.seconds == pytest.approx(sum(cost[1:9]))
+
+
+def test_time_beyond_the_kernels_is_found_from_two_models() -> None:
+    machine = machine_of(document("A processor, 2 cores", CPU_VALUES), "qualify.json")
+    rates = machine.processor_rates(FP32)
+    for name, suffix in (("tiny", "_tiny"), ("125m", "")):
+        cost = ProcessorCosts(SHAPES[name], FP32, rates).step_of(16, 16 * (128 + 3 + 1.5), (), 16)
+        assert cost.seconds == pytest.approx(CPU_VALUES[f"decode_step{suffix}"] / 1e3)
+    with pytest.raises(UsageError, match=r"has no layer_products_bf16_1.*take that --precision"):
+        machine.processor_rates(find_scheme("bf16"))
+
+
+def test_a_prediction_plans_every_token_once() -> None:
+    machine = machine_of(document("A processor, 2 cores", CPU_VALUES), "qualify.json")
+    config = EngineConfig(precision="fp32", max_sequences=4, max_length=64, max_batched_tokens=32)
+    model = SHAPES["tiny"]
+    found = predict(machine.costs(model, config), machine.memory(model, config), [(20, 5)] * 7)
+    assert found.output_tokens_per_second == pytest.approx(35 / found.seconds)
+    assert found.steps >= 2 * 4 + 3
+    assert sum(found.part_seconds.values()) == pytest.approx(found.seconds)
+
+
+def test_a_gpu_as_fast_as_the_model_is_left_alone_and_a_slower_part_is_slower() -> None:
+    gpu, model = find_gpu("H200"), SHAPES["llama2-70b"]
+    own = CostModel(model, FP8, gpu)
+    values = {
+        f"layer_products_fp8_{name}_{tokens}": 2e-12
+        * tokens
+        * SHAPES[name].linear_parameters
+        / CostModel(SHAPES[name], FP8, gpu).step_of(tokens, 0, (), tokens).products
+        for name in ("llama2-70b", "llama3.1-8b")
+        for tokens in (64, 1536)
+    }
+    work = ModelWork.of(model, FP8, "cuda")
+    keys = 900 * 512
+    values["decode_attention"] = keys * work.cached_token_bytes / own.step_of(900, keys, (), 0).decode_attention / 1e9
+    values["hbm_copy"] = 0.89 * 4800
+    config = EngineConfig(precision="fp8")
+    work_of_step = (500, 500 * 400, [(0, 256)], 501)
+    alone = own.step_of(*work_of_step)
+    same = machine_of(document("H200", values), "x").costs(model, config).step_of(*work_of_step)
+    assert same.seconds == pytest.approx(alone.seconds)
+    values["decode_attention"] /= 2
+    slower = machine_of(document("H200", values), "x").costs(model, config).step_of(*work_of_step)
+    assert slower.seconds == pytest.approx(alone.seconds + alone.decode_attention)
+
+
+def test_the_command_predicts_and_refuses_two_machines(tmp_path: Path) -> None:
+    file = tmp_path / "qualify.json"
+    file.write_text(json.dumps(document("A processor, 2 cores", CPU_VALUES)))
+    arguments = ("plan", "throughput", "--machine", file, "--model", "tiny", "--precision", "fp32", "--minutes", 0.02)
+    code, out, err = call_here(*arguments, "--json")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert plan["title"] == "tiny in fp32 on A processor, 2 cores, predicted from its qualification"
+    assert Rack.of("tiny", EngineConfig(), "x", nodes=1, gpus_per_node=1).machine is None
+    for more, words in ((("--gpu", "H200"), "give one of them"), (("--precision", "bf16"), "layer_products_bf16_1")):
+        code, _, err = call_here(*arguments, *more)
+        assert code == 2
+        assert words in err
