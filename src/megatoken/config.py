@@ -226,6 +226,9 @@ class RunConfig(Section):
         default=None,
         description="meter of the whole system: a file that holds its watts, or a command that prints them",
     )
+    qualify: bool = Field(
+        default=False, description="first run the quick set of megatoken qualify, and keep it in the run folder"
+    )
     warm_up_seconds: Seconds = Field(default=3.0, description="time to estimate the rate; not measured")
     out: GivenPath = Field(default=Path("runs"), description="folder in which the run folder is created")
     engine: EngineSection = EngineSection()

@@ -28,7 +28,7 @@ from megatoken.hardware.qualify.shapes import (
 )
 
 if TYPE_CHECKING:
-    from megatoken.runs.run import Run
+    import pyarrow as pa
 
 PARTS = StepCost._fields[1:9]
 COPY_SHARE = 0.89
@@ -57,6 +57,19 @@ class Machine:
     def gpu(self) -> Gpu | None:
         """The data sheet; None of a processor."""
         return gpus().get(self.name)
+
+    def most_operations_per_second(self, precision: str) -> float | None:
+        """Of the largest products on all cores or the GPU; None if they were not measured in this format."""
+        unit = 1e9 if self.gpu is None else 1e12
+        names = (f"gemm_{precision}_", f"layer_products_{precision}_")
+        rates = [value for name, value in self.values.items() if name.startswith(names) and not name.endswith("_1")]
+        return unit * max(rates) if rates else None
+
+    @property
+    def read_bytes_per_second(self) -> float | None:
+        """Of memory."""
+        read = self.values.get("memory_read" if self.gpu is None else "hbm_read")
+        return None if read is None else read * 1e9
 
     def memory(self, model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         """The engine's memory plan on this machine. Raises as ``plan_memory_of``."""
@@ -197,9 +210,14 @@ def predict(
     return Prediction(tokens / seconds if seconds else math.nan, seconds, steps, parts)
 
 
-def predict_run(machine: Machine, run: Run) -> Prediction | str:
-    """What the machine should have reached with the requests of a run folder; otherwise why that is unknown."""
-    result, engine = run.result, run.config.get("engine") or {}
+def predict_run(
+    machine: Machine, result: Mapping[str, Any], settings: Mapping[str, Any], requests: pa.Table
+) -> Prediction | str:
+    """What the machine should have reached with the requests of a run; otherwise why that is unknown.
+
+    ``settings``: of ``config.yaml``; ``requests``: table of ``SampleRow``.
+    """
+    engine = settings.get("engine") or {}
     shape = SHAPES.get(str(result.get("model")))
     if result.get("scenario") != "offline" or "soak" in result:
         return "only an Offline rate follows from a machine; other scenarios offer their own"
@@ -210,7 +228,7 @@ def predict_run(machine: Machine, run: Run) -> Prediction | str:
     names = {one.name for one in fields(EngineConfig)}
     known = {name: value for name, value in engine.items() if name in names}
     config = EngineConfig(precision=result["precision"], **known)
-    table = run.requests.sort_by("sample_id")
+    table = requests.sort_by("sample_id")
     lengths = list(zip(table["input_tokens"].to_pylist(), table["output_tokens"].to_pylist(), strict=True))
     if not lengths or not all(prompt and answer for prompt, answer in lengths):
         return "the lengths of prompts and answers are not known"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatoken.analysis.aggregation import aggregate, aggregate_fields
 from megatoken.analysis.nodes import run_node_rows
 from megatoken.analysis.statistics import seconds_under_load, summarise
+from megatoken.analysis.utilisation import utilisation
 from megatoken.errors import UsageError
 from megatoken.runs.run import Run, Verdict
 
@@ -25,6 +26,7 @@ def summarise_run(result: Mapping[str, Any], requests: pa.Table, series: pa.Tabl
     finished = verdict is not Verdict.INTERRUPTED
     load_seconds = seconds_under_load(result)
     fields = summarise(requests, series, scenario=result["scenario"], finished=finished, load_seconds=load_seconds)
+    fields |= utilisation(result, series)
     if finished and len(fields["nodes"]) > 1 and "aggregate" not in result:
         run = Run(Path(), verdict, [], [], [], {**result, **fields}, {}, {}, requests, series)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatoken.harness.loadgen_plan import with_target_step
 from megatoken.harness.per_node import run_per_node
 from megatoken.harness.prepare import Prepared, prepare, resolve
 from megatoken.harness.progress import Progress
+from megatoken.harness.qualification import qualify_first
 from megatoken.targets import Target
 from megatoken.targets.backend import Backend
 from megatoken.targets.factory import open_backend
@@ -55,6 +57,8 @@ def measure_on(
         check({**prepared.facts(), **backend.facts()})
     if dry_run:
         return prepared, None
+    if config.qualify:
+        prepared = replace(prepared, qualification=qualify_first(config, progress))
     for warning in prepared.warnings:
         progress.note(f"warning: {warning}")
     if config.rack.count == "per_node" and isinstance(backend, RackBackend):

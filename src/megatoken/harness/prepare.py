@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -22,7 +23,9 @@ from megatoken.datasets.requests import Dataset
 from megatoken.datasets.tables import SUFFIXES
 from megatoken.datasets.texts import load_texts
 from megatoken.engine.config import REFERENCE, ModelConfig
+from megatoken.engine.measured_costs import ModelWork
 from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.schemes import scheme_of
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
 from megatoken.hardware.host_sensors import read_meter
@@ -54,6 +57,7 @@ class Prepared:
         notes: what a reader of the results must know.
         gate: what the answers are compared with before there is a verdict.
         tokenizer: the model's, where the run uses it and the model has one.
+        qualification: document of the machine, if it was qualified first.
     """
 
     config: RunConfig
@@ -63,6 +67,7 @@ class Prepared:
     notes: tuple[Reason, ...]
     gate: Gate | None
     tokenizer: Tokenizer | None
+    qualification: Mapping[str, Any] | None = None
 
     def facts(self) -> dict[str, Any]:
         """The fields of ``result.json`` that are known before the run."""
@@ -77,8 +82,16 @@ class Prepared:
             "data_set_sha256": self.data_set.content_hash,
             "data_set_rows": len(self.data_set.requests),
             **({"memory_plan": asdict(memory)} if memory else {}),
+            **({"work": self._work(memory.device)} if memory and self.model.shape else {}),
+            **({"qualification_document": self.qualification} if self.qualification else {}),
             "notes": list(self.notes),
         }
+
+    def _work(self, device: str) -> dict[str, float | None]:
+        """What the model computes and moves; which experts' weights a step of a mixture reads is not known."""
+        assert self.model.shape is not None
+        work = ModelWork.of(self.model.shape, scheme_of(self.config.engine_config()), device)
+        return {**work._asdict(), **({"weights_bytes": None} if self.model.shape.experts else {})}
 
     def plan(self) -> dict[str, Any]:
         """The resolved configuration and what follows from it, ready for JSON."""

@@ -8,14 +8,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.qualified import machine_of
 from megatoken.analysis.summary import summarise_run
 from megatoken.config import RunConfig
 from megatoken.errors import MegatokenError
 from megatoken.hardware.inventory import take_inventory
-from megatoken.hardware.specification import contradictions
+from megatoken.hardware.specification import contradictions, data_sheet
 from megatoken.harness.progress import Progress
 from megatoken.harness.result import run_notes
 from megatoken.runs.reasons import Reason, reason
+from megatoken.runs.run import QUALIFICATION
 from megatoken.runs.writer import RunFolder, run_name
 
 
@@ -39,6 +41,11 @@ def record(
     if "servers" in facts:  # what they say of themselves is part of the environment
         facts = dict(facts)
         environment["servers"] = facts.pop("servers")
+    facts = dict(facts)
+    qualification = facts.pop("qualification_document", None)
+    if qualification is not None:
+        facts["qualification"] = {name: qualification[name] for name in ("created_at", "device", "verdict", "answer")}
+    facts["peaks"] = peaks(config, facts, environment, qualification)
     against = [text for gpu in environment["gpus"] for text in contradictions(gpu)]
     found = [reason("SPECIFICATION", text=text) for text in dict.fromkeys(against)]
     common = {
@@ -55,7 +62,40 @@ def record(
         scenario=scenario,
         facts={**facts, **common},
         summarise=summarise_run,
+        qualification=qualification,
     )
+
+
+def peaks(
+    config: RunConfig,
+    facts: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    qualification: Mapping[str, Any] | None,
+) -> dict[str, Any] | None:
+    """What the hardware of a run can do: GPUs by their data sheet, a processor by its qualification; None: unknown."""
+    device = (facts.get("memory_plan") or {}).get("device")
+    if device == "cuda" and environment["gpus"] and config.rack.simulated_gpu is None:
+        sheet = data_sheet(str(environment["gpus"][0]["name"]))
+        if sheet is None:
+            return None
+        gpus = config.engine.tensor_parallel * sum(
+            node["replicas"] for node in facts.get("rack_nodes") or [{"replicas": 1}]
+        )
+        operations = sheet.operations_per_second.get(config.precision)
+        return {
+            "operations_per_second": operations and gpus * operations,
+            "memory_bytes_per_second": gpus * sheet.memory_bytes_per_second,
+            "source": f"data sheet of {sheet.name}",
+        }
+    if device == "cpu" and qualification is not None and "rack_nodes" not in facts:
+        machine = machine_of(qualification, QUALIFICATION)
+        operations = machine.most_operations_per_second(config.precision)
+        return {
+            "operations_per_second": operations,
+            "memory_bytes_per_second": machine.read_bytes_per_second,
+            "source": QUALIFICATION,
+        }
+    return None
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from megatoken.harness.loadgen_plan import (
 )
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
+from megatoken.harness.qualification import prediction_facts
 from megatoken.harness.recording import interrupted_by_errors, record
 from megatoken.harness.result import asked_facts, concluded, core_wait_notes
 from megatoken.harness.saturation import Saturation, SaturationWatch
@@ -198,6 +199,9 @@ class TestSession:
                 **({"output_characters": self.text.characters} if self.text else {}),
             }
         )
+        if (document := self.facts.get("qualification_document")) is not None:
+            settings = config.model_dump(mode="json")
+            folder.add_facts({"prediction": prediction_facts(document, folder.facts, settings, requests)})
         judged = self._judge_answers(folder, requests)
         result = concluded(folder.facts, log, requests, judged, compliance=config.compliance is not None)
         folder.finish({**result, "ended_at": utc_text(datetime.now(UTC))})

@@ -106,6 +106,9 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _single(result, "Output tokens", "tokens", "output_tokens"),
         _single(result, "Preemptions", "times", "preemptions"),
         _single(result, "Peak memory", "MiB", "peak_memory_bytes", 2**-20),
+        _single(result.get("prediction") or {}, "Predicted by qualify", "tokens/s", "output_tokens_per_second"),
+        _single(result, "MFU, model operations", "%", "mfu_share", 100),
+        _single(result, "MBU, memory bandwidth", "%", "mbu_share", 100),
         _single(result, "Energy, GPU only", "J/output token", "energy_joules_per_output_token"),
         _single(result, "Energy, whole system", "J/output token", "system_energy_joules_per_output_token"),
     ]
@@ -113,6 +116,9 @@ def metric_rows(run: Run) -> list[MetricRow]:
     rows += _compliance(result.get("compliance") or {})
     rows += _stability(result.get("stability") or {}, result.get("soak") or {})
     unremarkable = {
+        "Predicted by qualify",
+        "MFU, model operations",
+        "MBU, memory bandwidth",
         "Samples failed",
         "Samples cancelled",
         "Preemptions",

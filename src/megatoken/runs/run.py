@@ -29,6 +29,7 @@ REQUESTS = "requests.parquet"
 SERIES = "series.parquet"
 RESULT = "result.json"
 REPORT = "report.html"
+QUALIFICATION = "qualify.json"  # of a run that qualified its machine first
 
 
 class Verdict(StrEnum):

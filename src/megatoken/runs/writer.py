@@ -32,6 +32,7 @@ from megatoken.runs.run import (
     CONFIG,
     ENVIRONMENT,
     MLPERF,
+    QUALIFICATION,
     REQUESTS,
     RESULT,
     SCHEMA_VERSION,
@@ -104,13 +105,15 @@ class RunFolder:
         scenario: str,
         facts: Mapping[str, Any],
         summarise: Summarise,
+        qualification: Mapping[str, Any] | None = None,
     ) -> Self:
         """Make ``out/name`` (``name-2``, ``name-3``... if taken) and start recording; ``out`` is made if missing.
 
         ``name`` comes from ``run_name``, ``environment`` from ``megatoken.hardware.inventory``. Secrets of ``config``
         are blanked before it is written. ``scenario`` is ``offline``, ``server``, ``interactive`` or ``singlestream``;
         ``facts`` are fields of ``result.json`` known from the start, such as ``model``, ``precision``, ``rules_unmet``;
-        ``summarise`` gives metrics from the known fields and the two tables, at every write.
+        ``summarise`` gives metrics from the known fields and the two tables, at every write. ``qualification`` is the
+        document of a machine that was qualified first.
 
         Raises:
             StorageError: the folder cannot be made; no part of it is left.
@@ -122,6 +125,8 @@ class RunFolder:
             (draft / MLPERF).mkdir(parents=True)
             write_text(draft / CONFIG, yaml.safe_dump(redact(plain(config)), sort_keys=False, allow_unicode=True))
             write_text(draft / ENVIRONMENT, to_json(environment))
+            if qualification is not None:
+                write_text(draft / QUALIFICATION, to_json(qualification))
             more = {"scenario": scenario, **plain(facts), "created_at": utc_now()}
             folder = cls(draft, plain(environment), more, summarise)
             folder._write_tables()

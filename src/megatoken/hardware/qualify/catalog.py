@@ -50,7 +50,7 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("latency", "Latency", f"{HERE}.latency:latency", twice=True),
         HardwareTest("kernels", "Kernels of the engine", f"{HERE}.cpu_kernels:kernels", twice=True),
         HardwareTest("disk", "Disk", f"{HERE}.disk:disk", twice=True),
-        HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_cpu"),
+        HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_cpu", 90.0),
     ),
     "gpu": (
         HardwareTest("facts", "Health of the GPU", f"{HERE}.facts:on_gpu"),

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatoken.engine.config import SHAPES, Precision
+from megatoken.engine.measured_costs import ModelWork
+from megatoken.engine.schemes import find_scheme
+from megatoken.hardware.qualify.shapes import (
+    CPU_LOAD,
+    CPU_TOKENS,
+    GPU_ATTENTION,
+    GPU_LAYERS,
+    GPU_LOAD,
+    SMALL_LOAD,
+    products_of,
+)
 from megatoken.report.bars import Bar, bar_chart
 from megatoken.report.blocks import Badge, Cell, Column, Facts, Figure, Points, Table, Terms, Verdict, View, section
 from megatoken.report.documents import Document
+from megatoken.report.roofline import Banded, Point, band_chart, roofline_chart
 from megatoken.report.views.common import view
 from megatoken.text import count_of, number, precise
 
@@ -19,6 +32,7 @@ MEANING = {
     "NOT RUN": "a whole test did not run",
 }
 KNOWN = ("answer", "verdict", "tests", "complete", "set", "device", "seconds", "machine")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
 LEAST_SHARE_DRAWN = 0.001
 
 
@@ -35,6 +49,8 @@ def qualify_view(document: Document) -> View:
     sections = (
         section("Values", _values(tests)),
         section("Reasons and notes", *_reasons(tests)),
+        section("Roofline", *_roofline(tests)),
+        section("Against published values", *_bands(tests)),
         section("Share of the bound", *_shares(tests)),
         section("Bounds and sources", _bounds(tests)),
         section("Tests", _tests(tests)),
@@ -117,6 +133,80 @@ def _shares(tests: list[Document]) -> Iterator[Figure]:
     ]
     if bars:
         yield bar_chart("Share of the bound", "%", bars)
+
+
+def _roofline(tests: list[Document]) -> Iterator[Figure]:
+    """Layers, attention and steps of the engine under what memory and large products allow."""
+    values = {value.text("name"): value for test in tests for value in test.parts("values")}
+    medians = {name: median for name, value in values.items() if (median := value.number("median"))}
+    on_gpu = "hbm_read" in medians
+    read = medians.get("hbm_read") or medians.get("memory_read")
+    unit, device = (1e12, "cuda") if on_gpu else (1e9, "cpu")
+    roofs: dict[str, float] = {}
+    for name, median in medians.items():
+        kind, _, rest = name.partition("_")
+        precision = rest.partition("_")[0]
+        if kind == "gemm" and precision in PRECISIONS and not name.endswith(("one_core", "zeros", "random")):
+            roofs[precision] = max(roofs.get(precision, 0.0), median * unit)
+    points = [*_layer_points(medians, on_gpu=on_gpu), *_attention_points(medians, on_gpu=on_gpu)]
+    for load in (GPU_LOAD,) if on_gpu else (SMALL_LOAD, CPU_LOAD):
+        value = values.get(f"decode_step{load.suffix}")
+        of_step = next((one for one in PRECISIONS if value and f" {one}," in value.text("title")), None)
+        if value is None or of_step is None or not (milliseconds := value.number("median")):
+            continue
+        work = ModelWork.of(SHAPES[load.shape], find_scheme(of_step), device)
+        keys = load.sequences * load.prompt_tokens
+        operations = load.sequences * (work.token_operations + work.sample_operations) + keys * work.pair_operations
+        moved = work.weights_bytes + keys * work.cached_token_bytes
+        points.append(Point(value.text("title"), operations / moved, 1e3 * operations / milliseconds))
+    if read and roofs and points:
+        named = [(f"{precision} products", rate) for precision, rate in sorted(roofs.items())]
+        yield roofline_chart("Roofline, measured", read * 1e9, named, points)
+
+
+def _layer_points(medians: dict[str, float], *, on_gpu: bool) -> Iterator[Point]:
+    """Products of layers: few tokens are limited by memory, many by operations."""
+    shapes, tokens_of = (GPU_LAYERS.shapes, GPU_LAYERS.tokens) if on_gpu else ((CPU_LOAD.shape,), CPU_TOKENS)
+    for precision in PRECISIONS:
+        scheme = find_scheme(precision)
+        item = scheme.weight_bytes if on_gpu else scheme.activation_bytes
+        for shape in shapes:
+            products = products_of(SHAPES[shape])
+            for tokens in tokens_of:
+                name = (
+                    f"layer_products_{precision}_{shape}_{tokens}" if on_gpu else f"layer_products_{precision}_{tokens}"
+                )
+                if name not in medians:
+                    continue
+                operations = sum(one.operations(tokens) for one in products)
+                intensity = operations / sum(one.moved_bytes(tokens, round(item)) for one in products)
+                rate = medians[name] * (1e12 if on_gpu else 1e9)
+                if tokens == 1 and not on_gpu:  # rated in bytes
+                    rate *= intensity
+                yield Point(f"Layers of {shape} {precision}, {count_of(tokens, 'token')}", intensity, rate)
+
+
+def _attention_points(medians: dict[str, float], *, on_gpu: bool) -> Iterator[Point]:
+    if "decode_attention" not in medians:
+        return
+    shape = SHAPES[GPU_ATTENTION.shape if on_gpu else CPU_LOAD.shape]
+    item = 1 if on_gpu else 2 if any(name.startswith("layer_products_bf16") for name in medians) else 4
+    intensity = 2 * (shape.heads / shape.kv_heads) / item
+    yield Point("Decode attention", intensity, medians["decode_attention"] * 1e9 * intensity)
+
+
+def _bands(tests: list[Document]) -> Iterator[Figure]:
+    """Values with published ones, as dots over the shaded range."""
+    found = [
+        Banded(value.text("title"), value.text("unit"), median, lowest, highest)
+        for test in tests
+        for value in test.parts("values")
+        if (median := value.number("median")) is not None
+        and (lowest := value.part("band").number("lowest")) is not None
+        and (highest := value.part("band").number("highest")) is not None
+    ]
+    if found:
+        yield band_chart("Measured and published", found)
 
 
 def _bounds(tests: list[Document]) -> Terms:

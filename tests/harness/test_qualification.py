@@ -1,0 +1,116 @@
+"""``run --qualify``: the machine is tested first, and the run folder says what it should have reached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_support import call_here
+from megatoken.analysis.utilisation import utilisation
+from megatoken.hardware.qualify.shapes import CPU_TOKENS
+from megatoken.harness import qualification
+from megatoken.runs.run import read_run
+from megatoken.runs.tables import SeriesRow, to_table
+
+KEPT = ("facts", "memory")
+KERNELS = {
+    "gemm_fp32_128_all_cores": 90.0,
+    **{f"layer_products_fp32_{tokens}": 10.0 + tokens / 4 for tokens in CPU_TOKENS},
+    "decode_attention": 5.0,
+    "prompt_attention": 20.0,
+    "rms_norm": 10.0,
+    "decode_step_tiny": 60.0,
+    "decode_step": 300.0,
+}
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of milliseconds, and known rates in place of those that take longer."""
+    cpu, _ = qualification.SETTINGS["cpu"]
+    small = replace(cpu, seconds=0.02, warm_up_seconds=0.0, windows=3, buffer_bytes=2**20)
+    tests = tuple(replace(test, twice=False) for test in qualification.TESTS["cpu"] if test.name in KEPT)
+    real = qualification.qualify
+    known = [{"name": name, "median": one, "windows": [one], "verdict": "PASS"} for name, one in KERNELS.items()]
+
+    def extended(*arguments: Any, **more: Any) -> Iterator[dict[str, Any]]:
+        for document in real(*arguments, **more):
+            yield document | {"tests": [*document["tests"], {"name": "known", "values": known}]}
+
+    monkeypatch.setattr(qualification, "SETTINGS", {"cpu": (small, small)})
+    monkeypatch.setattr(qualification, "TESTS", {"cpu": tests})
+    monkeypatch.setattr(qualification, "qualify", extended)
+
+
+@pytest.mark.usefixtures("brief")
+def test_the_run_folder_keeps_the_qualification_and_the_rate_that_it_predicts(tmp_path: Path) -> None:
+    prompts = tmp_path / "lengths.csv"
+    prompts.write_text("input_tokens,output_tokens\n" + "40,20\n" * 8)
+    flags = ("--model", "tiny", "--random-weights", "--precision", "fp32", "--lengths", prompts, "--samples", 16)
+    meter = tmp_path / "watts"
+    meter.write_text("123.5")
+    more = ("--warm-up", 0.1, "--qualify", "--power-meter", meter, "--engine.threads", 1)
+    code, out, err = call_here("run", *flags, *more, "--out", tmp_path / "runs")
+    assert code == 0, err
+    assert "Predicted by qualify" in out
+    (folder,) = (tmp_path / "runs").iterdir()
+    run, document = read_run(folder), json.loads((folder / "qualify.json").read_text())
+    result = run.result
+    assert [test["name"] for test in document["tests"]] == [*KEPT, "known"]
+    assert result["qualification"]["device"] == document["device"]
+    assert result["prediction"]["output_tokens_per_second"] > 0
+    assert result["prediction"]["steps"] == run.series["steps"].to_pylist()[-1]
+    assert result["peaks"]["operations_per_second"] == 90e9
+    assert 0 < result["mfu_share"] < 1
+    assert result["peaks"]["memory_bytes_per_second"] > 0
+    assert result["mbu_share"] > 0
+    assert result["system_power_watts"] == pytest.approx(123.5)
+    assert result["sensors_core_share"] < 0.1
+    assert set(run.series["system_power_watts"].to_pylist()) == {123.5}
+
+    found = _audited(tmp_path)
+    assert found in (None, "WARN")  # a busy machine is slower than it should be
+    (folder / "qualify.json").write_text(
+        json.dumps(document | {"device": "another", "created_at": "2020-01-01T00:00:00Z"})
+    )
+    assert _audited(tmp_path) == "FAIL"
+    (folder / "qualify.json").unlink()
+    assert _audited(tmp_path) == "FAIL"
+
+
+def _audited(folder: Path) -> str | None:
+    _, out, _ = call_here("audit", folder / "runs", "--json", "--out", folder / "audit.json")
+    findings: list[dict[str, Any]] = json.loads(out)["findings"]
+    found = [one["severity"] for one in findings if one["id"] == "run_folder.qualification"]
+    return found[0] if found and found[0] != "PASS" else None
+
+
+def test_a_model_on_other_machines_is_refused(tmp_path: Path) -> None:
+    code, _, err = call_here("run", "--endpoint", "http://127.0.0.1:9/v1", "--qualify", "--out", tmp_path)
+    assert code != 0
+    assert len(err.splitlines()) == 1
+
+
+def test_utilisation_is_work_over_what_the_hardware_can_do() -> None:
+    totals = {"steps": 50, "output_tokens": 200, "processed_tokens": 1100, "context_tokens": 4000}
+    levels = dict.fromkeys(SeriesRow._fields[3:12], 0)
+    rows = [SeriesRow(10.0, "here", 0, **levels | {"recomputed_tokens": 100} | totals)]
+    work = {
+        "token_operations": 2e9,
+        "sample_operations": 1e8,
+        "pair_operations": 1e5,
+        "weights_bytes": 1e9,
+        "cached_token_bytes": 1e4,
+    }
+    peaks = {"operations_per_second": 1e12, "memory_bytes_per_second": 1e11}
+    found = utilisation({"work": work, "peaks": peaks}, to_table(SeriesRow, rows))
+    assert found["mfu_share"] == pytest.approx((1000 * 2e9 + 200 * 1e8 + 4000 * 1e5) / 10 / 1e12)
+    assert found["mbu_share"] == pytest.approx((50 * 1e9 + 4000 * 1e4) / 10 / 1e11)
+    assert utilisation({"work": work}, to_table(SeriesRow, rows)) == {}
+    mixture = utilisation({"work": work | {"weights_bytes": None}, "peaks": peaks}, to_table(SeriesRow, rows))
+    assert mixture["mbu_share"] is None
