@@ -49,6 +49,7 @@ BenchmarkName = Literal[
     "llama2-70b", "llama3.1-405b", "llama3.1-8b", "llama3.1-8b-edge", "mixtral-8x7b", "deepseek-r1", "gpt-oss-120b"
 ]
 RoundName = Literal["v5.1", "v6.0", "v6.1"]  # whose seeds and rules are known: data/loadgen_rules.json
+Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Rate = Annotated[float, Field(gt=0)]
@@ -94,7 +95,7 @@ class EngineSection(Section):
 class RackSection(Section):
     """How ``megatoken run`` uses several machines or GPUs through Ray. Null cluster: the engine in this process."""
 
-    cluster: Annotated[str, Field(min_length=1)] | None = Field(
+    cluster: Text | None = Field(
         default=None, description="Ray cluster: auto, or host:port; null: no rack, one engine in this process"
     )
     count: Literal["one_sut", "per_node"] = Field(
@@ -103,7 +104,7 @@ class RackSection(Section):
     replicas: Count | None = Field(
         default=None, le=100_000, description="copies of the model; null: one per GPU, without GPUs one per node"
     )
-    simulated_gpu: Annotated[str, Field(min_length=1)] | None = Field(
+    simulated_gpu: Text | None = Field(
         default=None, description="GPU that every replica simulates with a cost model; null: replicas compute"
     )
     simulated_nodes: Count = Field(default=18, le=1000, description="nodes to simulate, each a process")
@@ -119,10 +120,10 @@ class RackSection(Section):
 class EndpointSection(Section):
     """How a server of others is measured over HTTP. Null urls: no endpoint, but our own engine."""
 
-    urls: Annotated[str, Field(min_length=1)] | None = Field(
+    urls: Text | None = Field(
         default=None, description="address of the API, such as http://host:8000/v1; several: with commas between"
     )
-    served_model: Annotated[str, Field(min_length=1)] | None = Field(
+    served_model: Text | None = Field(
         default=None, description="name of the model to ask for; null: the first one that the server lists"
     )
     api_key_file: GivenPath | None = Field(default=None, description="file that holds the API key; it is never stored")
@@ -130,7 +131,7 @@ class EndpointSection(Section):
         default=None, description="route to call; null: chat for prompts of messages, else completions"
     )
     stream: bool | None = Field(default=None, description="answers as streams; null: except in the scenario offline")
-    start_server: Annotated[str, Field(min_length=1)] | None = Field(
+    start_server: Text | None = Field(
         default=None, description="command that starts the server to measure; it is stopped afterwards"
     )
     start_seconds: Rate = Field(default=900.0, lt=1e6, description="how long that server may take until it is ready")
@@ -222,13 +223,8 @@ class RunConfig(Section):
     min_duration_seconds: Seconds | None = Field(
         default=None, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"
     )
-    power_meter: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="meter of the whole system: a file that holds its watts, or a command that prints them",
-    )
-    qualify: bool = Field(
-        default=False, description="first run the quick set of megatoken qualify, and keep it in the run folder"
-    )
+    power_meter: Text | None = Field(default=None, description="file or command with the watts of the whole system")
+    qualify: bool = Field(default=False, description="run the quick set of megatoken qualify first, and keep it")
     warm_up_seconds: Seconds = Field(default=3.0, description="time to estimate the rate; not measured")
     out: GivenPath = Field(default=Path("runs"), description="folder in which the run folder is created")
     engine: EngineSection = EngineSection()
