@@ -20,7 +20,7 @@ from megatoken.engine.memory import plan_memory_of
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import reference
 from megatoken.engine.schemes import find_scheme
-from megatoken.errors import CapacityError, CheckpointError
+from megatoken.errors import CheckpointError
 
 CPU, FP8 = torch.device("cpu"), find_scheme("fp8")
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -186,6 +186,7 @@ def test_a_sink_is_a_key_without_value_and_a_window_ends() -> None:
 # Plans
 
 
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(CapacityError, match="gpt-oss-20b has attention sinks"):
-        plan_memory_of(SHAPES["gpt-oss-20b"], EngineConfig("bf16"), "cuda", 10**12)
+def test_the_larger_model_fits_one_h200_in_fp8() -> None:
+    plan = plan_memory_of(SHAPES["gpt-oss-120b"], EngineConfig("fp8", max_batched_tokens=2048), "cuda", 150 * 10**9)
+    assert 118e9 < plan.weights_bytes < 121e9
+    assert plan.cache_tokens > 300_000

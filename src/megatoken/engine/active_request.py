@@ -25,6 +25,7 @@ class ActiveRequest:
     generated: list[int]
     adjustments: Adjustments | None = None
     plain: bool = True  # its next token is the one with the highest logit, and no logprobs are wanted
+    draws_from_all: bool = False  # at its temperature, and nothing else changes the logits or excludes tokens
     page_keys: list[bytes] = field(default_factory=list)  # of its full pages, if there is a prefix cache
     text: TextStream | None = None  # if its events carry text
 
@@ -60,4 +61,7 @@ def activate(
     adjustments = adjustments_of(request, prompt, stop_ids, model.vocabulary_size, guide, bad_words)
     wants_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
     plain = request.sampling.temperature == 0 and adjustments is None and not wants_logprobs
-    return ActiveRequest(request, prompt, stop_ids, request.sampling, [], adjustments, plain, text=text)
+    sampling = request.sampling
+    draws_from_all = adjustments is None and sampling.temperature > 0
+    draws_from_all &= (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
+    return ActiveRequest(request, prompt, stop_ids, sampling, [], adjustments, plain, draws_from_all, text=text)

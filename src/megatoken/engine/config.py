@@ -47,6 +47,11 @@ class ClampedSwiglu:
     alpha: float
     limit: float
 
+    @property
+    def largest(self) -> float:
+        """No output is further from 0."""
+        return self.limit * (self.limit + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:

@@ -108,20 +108,21 @@ def weight_bytes(model: ModelConfig, scheme: LinearScheme, device: str) -> int:
     """Bytes of the packed weights on a device, "cpu" or "cuda".
 
     On the CPU the packed head of a tied model is a copy of its embedding, fp8 values are held in bf16, and routers and
-    sinks in fp32. On a GPU every output of an fp8 expert has a scale.
+    sinks in fp32. On a GPU every output of an fp8 expert has a scale, and sinks are fp32 too.
     """
     parameters, item, experts = model.parameters, scheme.activation_bytes, model.experts
     scales = scheme.output_scale_bytes * model.linear_outputs
+    fp32 = model.layers * model.heads if model.sinks else 0
     if device == "cpu":
         head_copy = model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0
-        fp32 = model.layers * model.heads if model.sinks else 0
         if experts is not None:
             fp32 += len(experts.layers) * experts.count * (model.hidden_size + experts.biases)
         return (parameters + head_copy) * item + fp32 * (4 - item) + scales
     if experts is not None and scheme.fp8_scales == "tensor":
         outputs = 2 * experts.intermediate_size + model.hidden_size
         scales += EXPERT_SCALE_BYTES * len(experts.layers) * experts.count * outputs
-    return parameters * item - round(model.linear_parameters * (item - scheme.weight_bytes)) + scales
+    linears = round(model.linear_parameters * (item - scheme.weight_bytes))
+    return parameters * item - linears + fp32 * (4 - item) + scales
 
 
 def bytes_per_token(model: ModelConfig, scheme: LinearScheme, device: str) -> int:
@@ -336,8 +337,6 @@ def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:
             f"page_size {page_size}: on a GPU it must be one of {', '.join(map(str, GPU_PAGE_SIZES))}; "
             f"take {DEFAULT_PAGE_SIZE}"
         )
-    if model.sinks:
-        raise CapacityError(f"{model.name} has attention sinks; run it with engine.device cpu")
     group = model.heads // model.kv_heads
     if model.head_dim % 16 or model.head_dim > 256 or group > 16:
         raise CapacityError(

@@ -24,7 +24,7 @@ from megatoken.engine.device import choose_device, operations, plan_memory
 from megatoken.engine.logprobs import PromptTokens, best_logprobs, read_logprobs
 from megatoken.engine.memory import MemoryPlan, most_tokens
 from megatoken.engine.model import WeightSource, forward, hidden_states, load_weights
-from megatoken.engine.ops import NOTHING_LEFT, Ops
+from megatoken.engine.ops import NOTHING_LEFT, Draw, Ops
 from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers, worker_specification
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
 from megatoken.engine.request import Request, Sampling, TokenLogprobs
@@ -116,12 +116,14 @@ def _on_its_way(on_device: Tensor) -> Tensor:
 class _Choice:
     """What a step with requests that are not plain wants of its logits."""
 
-    def __init__(self, plan: StepPlan, requests: Mapping[int, ActiveRequest], last_tokens: Tensor) -> None:
+    def __init__(
+        self, plan: StepPlan, requests: Mapping[int, ActiveRequest], last_tokens: Tensor, draw: Draw | None
+    ) -> None:
         self.failed: dict[int, Exception] = {}
         self._requests = [requests[request_id] for request_id in plan.request_id[plan.sample].tolist()]
         self._positions = (plan.start + plan.count)[plan.sample].astype(np.int64)
         self._slots = plan.slot[plan.sample]
-        self._last_tokens = last_tokens
+        self._last_tokens, self._draw = last_tokens, draw
         wanted = ((row, one.request.logprobs) for row, one in enumerate(self._requests))
         self._logprobs = {row: most for row, most in wanted if most is not None}
         self.prompts = PromptTokens(plan, requests)
@@ -138,7 +140,8 @@ class _Choice:
 
     def choose(self, logits_SV: Tensor, chosen_S: Tensor) -> Tensor | None:
         """Replace greedy ids; the logprobs that are wanted."""
-        sample(logits_SV, self._requests, self._positions, self._slots, self._last_tokens, chosen_S, self.failed)
+        where = self._positions, self._slots, self._last_tokens
+        sample(logits_SV, self._requests, *where, chosen_S, self.failed, self._draw)
         if not self._logprobs:
             return None
         return best_logprobs(logits_SV, chosen_S, list(self._logprobs), max(self._logprobs.values()))
@@ -348,7 +351,7 @@ class ModelRunner:
             lambda request_id, start, count: requests[request_id].tokens(start, count),
             self._padded_tokens,
         )
-        choice = None if plain else _Choice(plan, requests, self._last_tokens)
+        choice = None if plain else _Choice(plan, requests, self._last_tokens, self._ops.draw)
         with self.explaining(plan):
             if self._workers is not None and self._group is not None:
                 self._workers.check()

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatoken.engine.active_request import ActiveRequest
 from megatoken.engine.grammar import MASK_SECONDS
 from megatoken.engine.memory import BLOCK_SAMPLES
-from megatoken.engine.ops import NO_TOKEN, NOTHING_LEFT
+from megatoken.engine.ops import NO_TOKEN, NOTHING_LEFT, Draw
 from megatoken.errors import RequestError
 
 VALUE_ERRORS = (ArithmeticError, TypeError, ValueError)  # of one request's values
@@ -51,6 +51,7 @@ def sample(
     last_tokens: Tensor,
     chosen_S: Tensor,
     failed: MutableMapping[int, Exception],
+    draw: Draw | None = None,
 ) -> None:
     """Replace the greedy choice of the rows that draw or whose options change the logits.
 
@@ -64,7 +65,10 @@ def sample(
         chosen_S: int64 [S], the greedy ids; changed in place, except where they are ``NO_TOKEN``. ``NOTHING_LEFT``
             where the options leave no token.
         failed: gets the error of each row whose own options cannot be computed, which is then ``NO_TOKEN``.
+        draw: how to draw for requests that draw from all tokens, where the back end has a way of its own.
     """
+    if draw is not None:
+        _draw_from_all(logits_SV, requests, positions, chosen_S, draw)
     drawn: list[int] = []
     adjusted: list[int] = []
     values = {}
@@ -73,6 +77,8 @@ def sample(
         chosen_S[row] = NO_TOKEN
     for row, request in enumerate(requests):
         if row in failed or (request.sampling.temperature == 0 and request.adjustments is None):
+            continue
+        if draw is not None and request.draws_from_all:
             continue
         try:
             values[row] = _values(request)
@@ -96,6 +102,29 @@ def sample(
             chosen_R = chosen_R.masked_fill(~logits_RV.amax(-1).isfinite(), NOTHING_LEFT)
             unknown_R = chosen_S.index_select(0, block["row"]) == NO_TOKEN
             chosen_S.index_copy_(0, block["row"], chosen_R.masked_fill(unknown_R, NO_TOKEN))
+
+
+def _draw_from_all(
+    logits_SV: Tensor,
+    requests: Sequence[ActiveRequest],
+    positions: NDArray[np.int64],
+    chosen_S: Tensor,
+    draw: Draw,
+) -> None:
+    rows = [row for row, request in enumerate(requests) if request.draws_from_all]
+    if not rows:
+        return
+    options = [requests[row].sampling for row in rows]
+    seeds = np.array([(one.seed or 0) & (2**64 - 1) for one in options], dtype=np.uint64)
+    arrays = {
+        "row": np.array(rows, dtype=np.int64),
+        "temperature": np.array([one.temperature for one in options], dtype=np.float64),
+        "uniform": uniform(seeds, positions[rows].astype(np.uint64)),
+    }
+    on_device = to_device(arrays, logits_SV.device)
+    drawn_R = draw(logits_SV, *on_device.values())
+    unknown_R = chosen_S.index_select(0, on_device["row"]) == NO_TOKEN
+    chosen_S.index_copy_(0, on_device["row"], drawn_R.masked_fill(unknown_R, NO_TOKEN))
 
 
 def _masks(requests: Sequence[ActiveRequest], failed: MutableMapping[int, Exception]) -> dict[int, NDArray[np.int32]]:

@@ -23,6 +23,7 @@ class Shape:
 
 LLAMA_70B = Shape(64, 8, 128, 32)
 LLAMA_8B = Shape(32, 8, 128, 32)
+GPT_OSS = Shape(64, 8, 64, 32)
 TINY = Shape(2, 1, 64, 16)
 
 
@@ -78,18 +79,49 @@ def make_case(shape: Shape, lengths: list[int], seed: int = 0, unused: float = f
     return Case(shape, lengths, caches[0], caches[1], table.to(DEVICE), lengths_B)
 
 
-def exact(q_THE: Tensor, k_LHE: Tensor, v_LHE: Tensor, scale: float) -> Tensor:
-    """fp32 [T, H, E]; the rows are the last of the positions."""
+def exact(
+    q_THE: Tensor,
+    k_LHE: Tensor,
+    v_LHE: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """fp32 [T, H, E]; the rows are the last of the positions. Keys that none of them sees may be NaN."""
     rows, keys = len(q_THE), len(k_LHE)
+    first = 0 if window is None else max(keys - rows - window + 1, 0)
+    k_LHE, v_LHE, keys = k_LHE[first:], v_LHE[first:], keys - first
     scores = torch.einsum("the,lhe->htl", q_THE.float(), k_LHE) * scale
-    hidden = torch.ones(rows, keys, dtype=torch.bool, device=DEVICE).triu(keys - rows + 1)
-    return torch.einsum("htl,lhe->the", scores.masked_fill(hidden, float("-inf")).softmax(-1), v_LHE)
+    seen = torch.ones(rows, keys, dtype=torch.bool, device=DEVICE).tril(keys - rows)
+    if window is not None:
+        seen = seen.triu(keys - rows - window + 1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks_H is not None:
+        scores = torch.cat((scores, sinks_H[:, None, None].expand(-1, rows, 1)), -1)
+    return torch.einsum("htl,lhe->the", scores.softmax(-1)[..., :keys], v_LHE)
 
 
-def exact_decode(case: Case, q_BHE: Tensor, scale: float) -> Tensor:
+def forget(case: Case, tokens: list[int]) -> None:
+    """The first ``tokens`` of each sequence become NaN, and whole pages of them are out of the cache."""
+    page_size = case.shape.page_size
+    for sequence, count in enumerate(tokens):
+        pages = case.table[sequence]
+        whole = count // page_size
+        for side in (case.k_cache, case.v_cache):
+            side.view(torch.uint8)[pages[:whole].long()] = 0x7F if side.itemsize == 1 else 0xFF
+            if rest := count % page_size:
+                side.view(torch.uint8)[int(pages[whole]), :, :rest] = 0x7F if side.itemsize == 1 else 0xFF
+        pages[:whole] = 2**30
+
+
+def exact_decode(
+    case: Case, q_BHE: Tensor, scale: float, window: int | None = None, sinks_H: Tensor | None = None
+) -> Tensor:
     return torch.cat(
         [
-            exact(q_BHE[b : b + 1], *case.keys_and_values(b, length), scale) if length else torch.zeros_like(q_BHE[:1])
+            exact(q_BHE[b : b + 1], *case.keys_and_values(b, length), scale, window, sinks_H)
+            if length
+            else torch.zeros_like(q_BHE[:1])
             for b, length in enumerate(case.lengths)
         ]
     )

@@ -12,7 +12,7 @@ from checkpoints import MIXTURES, make_checkpoint
 from gpu_kernels import ON_GPU, needs_gpu, triton
 
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.engine.config import ExpertsConfig, ModelConfig
+from megatoken.engine.config import ClampedSwiglu, ExpertsConfig, ModelConfig, gpt_oss_experts
 from megatoken.engine.ops import (
     compilation,
     fused,
@@ -29,6 +29,13 @@ LLAMA = ModelConfig("llama", 64, 96, 2, 4, 2, 16, 301, 256)
 MODELS = {
     "llama": LLAMA,
     "qwen3moe": replace(LLAMA, name="qwen3moe", qk_norm=True, experts=ExpertsConfig(4, 2, 32, True, (1,))),
+    "gpt-oss": replace(
+        LLAMA,
+        name="gpt-oss",
+        experts=gpt_oss_experts(4, 2, 32, 2, ClampedSwiglu(1.702, 7.0)),
+        windows=(16, None),
+        sinks=True,
+    ),
 }
 KINDS = [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")]
 SHAPE = {
@@ -58,7 +65,7 @@ def test_every_launch_runs(model: str, precision: str, fp8_scales: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize(("precision", "fp8_scales"), KINDS)
 def test_no_step_compiles(
     architecture: str, precision: str, fp8_scales: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ MIXTURES = {
         **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True},
         **{"mlp_only_layers": [1]},
     },
+    "GptOss": {"num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 20},
 }
 KINDS = {
     "llama": ("Llama", {}),

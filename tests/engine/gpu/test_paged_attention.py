@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,19 @@ from gpu_kernels import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import LLAMA_8B, LLAMA_70B, TINY, Case, Shape, assert_close, both, exact_decode, make_case
+from paged_cases import (
+    GPT_OSS,
+    LLAMA_8B,
+    LLAMA_70B,
+    TINY,
+    Case,
+    Shape,
+    assert_close,
+    both,
+    exact_decode,
+    forget,
+    make_case,
+)
 from torch import Tensor
 
 from megatoken.engine.ops import paged_attention
@@ -31,7 +44,7 @@ pytestmark = MARKS
 DEFAULT = DecodeConfig()
 
 
-def decode(case: Case, q_BHE: Tensor, config: DecodeConfig = DEFAULT, **options: float | None) -> Tensor:
+def decode(case: Case, q_BHE: Tensor, config: DecodeConfig = DEFAULT, **options: Any) -> Tensor:
     out = torch.empty(q_BHE.shape, dtype=BF16 if options.get("out_scale") is None else E4M3, device=DEVICE)
     return paged_attention.decode_attention(
         q_BHE,
@@ -44,7 +57,7 @@ def decode(case: Case, q_BHE: Tensor, config: DecodeConfig = DEFAULT, **options:
         max_length=max(case.lengths),
         total_tokens=sum(case.lengths),
         config=config,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 
@@ -115,6 +128,33 @@ def test_decode_any_shape(
     q = normal(len(lengths), shape.heads, 64, seed=seed)
     out = decode(case, q, DecodeConfig(e4m3_scores=e4m3_scores, split_tokens=split_tokens))
     assert_close(out, exact_decode(case, q, 0.125))
+
+
+@pytest.mark.parametrize("e4m3_scores", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "lengths", "window", "piece"),
+    [
+        *((shape, [1, 19, 20, 21, 0, 150], 20, None) for shape in both(TINY)),
+        *((shape, [1, 64, 200, 0, 129], 130, 64) for shape in both(Shape(6, 2, 64, 16))),
+        *((shape, [1, 65, 0, 200], None, 64) for shape in both(Shape(8, 1, 64, 32))),
+        *(full_size(shape, RAGGED, 128, None) for shape in both(GPT_OSS)),
+        *(full_size(shape, [60 + 37 * i % 3000 for i in range(900)], None, None) for shape in both(GPT_OSS)),
+        *(full_size(shape, RAGGED, None, 128) for shape in both(GPT_OSS)),
+    ],
+)
+def test_windows_and_sinks(
+    shape: Shape, lengths: list[int], window: int | None, piece: int | None, sinks: bool, e4m3_scores: bool
+) -> None:
+    """Keys before a window are not read at all. A sink counts once, however many pieces there are."""
+    case = make_case(shape, lengths)
+    q = normal(len(lengths), shape.heads, shape.head_dim, seed=9)
+    sinks_H = normal(shape.heads, seed=8, spread=3.0, dtype=torch.float32) if sinks else None
+    expected = exact_decode(case, q, shape.head_dim**-0.5, window, sinks_H)
+    if window is not None:
+        forget(case, [max(length - window, 0) for length in lengths])
+    config = DecodeConfig(e4m3_scores=e4m3_scores, split_tokens=piece)
+    assert_close(decode(case, q, config, window=window, sinks_H=sinks_H), expected)
 
 
 @pytest.mark.parametrize(

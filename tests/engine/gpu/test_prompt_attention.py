@@ -21,7 +21,7 @@ from gpu_kernels import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import LLAMA_8B, LLAMA_70B, TINY, Case, Shape, assert_close, both, exact, make_case
+from paged_cases import GPT_OSS, LLAMA_8B, LLAMA_70B, TINY, Case, Shape, assert_close, both, exact, forget, make_case
 from torch import Tensor
 
 from megatoken.engine.ops import prompt_attention
@@ -39,6 +39,8 @@ def chunk(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     starts_C1: Tensor | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty(q_THE.shape, dtype=BF16 if out_scale is None else E4M3, device=DEVICE)
     return prompt_attention.chunk_attention(
@@ -55,6 +57,8 @@ def chunk(
         k_scale=k_scale,
         v_scale=v_scale,
         out_scale=out_scale,
+        window=window,
+        sinks_H=sinks_H,
         config=config,
     )
 
@@ -110,6 +114,41 @@ def test_chunks(shape: Shape, chunks: list[tuple[int, int]], config: ChunkConfig
     starts = starts_of([rows for rows, _ in chunks], first=3)
     q = normal(starts[-1] + 2, shape.heads, shape.head_dim, seed=9)
     assert_chunks_close(case, q, starts, chunk(case, q, starts, config), shape.head_dim**-0.5)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "chunks", "window", "config"),
+    [
+        *((shape, [(1, 1), (40, 40), (20, 93), (1, 64)], 10, SMALL) for shape in both(TINY)),
+        *((shape, [(7, 7), (30, 150)], 70, SMALL) for shape in both(Shape(6, 2, 64, 16))),
+        *((TINY, [(20, 33), (5, 5)], None, config) for config in EITHER_SMALL),
+        *(full_size(shape, PROMPTS, 128, None) for shape in both(GPT_OSS)),
+        *(
+            full_size(shape, PROMPTS, None, config)
+            for shape in both(GPT_OSS)
+            for config in (PAGED_CHUNKS, GATHERED_CHUNKS)
+        ),
+    ],
+)
+def test_windows_and_sinks(
+    shape: Shape, chunks: list[tuple[int, int]], window: int | None, config: ChunkConfig | None, sinks: bool
+) -> None:
+    """Keys before the window of a chunk's first token are not read at all."""
+    case = make_case(shape, [context for _, context in chunks])
+    starts = starts_of([rows for rows, _ in chunks], first=3)
+    q = normal(starts[-1], shape.heads, shape.head_dim, seed=9)
+    sinks_H = normal(shape.heads, seed=8, spread=3.0, dtype=torch.float32) if sinks else None
+    expected = torch.cat(
+        [
+            exact(q[starts[c] : starts[c + 1]], *case.keys_and_values(c, length), 0.125, window, sinks_H)
+            for c, length in enumerate(case.lengths)
+        ]
+    )
+    if window is not None:
+        forget(case, [max(context - rows - window + 1, 0) for rows, context in chunks])
+    out = chunk(case, q, starts, config, window=window, sinks_H=sinks_H)
+    assert_close(out[starts[0] :], expected)
 
 
 @settings(max_examples=30 if ON_GPU else 10, deadline=None)

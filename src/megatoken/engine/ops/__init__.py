@@ -11,7 +11,7 @@ query heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R seq
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -28,6 +28,10 @@ NO_TOKEN = -1
 """The id sampled from logits that are not finite."""
 NOTHING_LEFT = -2
 """The id sampled where a request's options leave no token to choose."""
+
+
+Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Logits [S, V], rows [R], temperatures [R], numbers in [0, 1) [R] -> ids [R], see ``tokens.draw_rows``."""
 
 
 class Batch(Protocol):
@@ -160,6 +164,10 @@ class Ops(Protocol):
         self, q_SHE: Tensor, cache: LayerCache, batch: Any, consumer: Any, sinks_H: Tensor | None
     ) -> Any:
         """The same for the tokens that sample, each the last of its sequence -> [S, H * E]."""
+
+    @property
+    def draw(self) -> Draw | None:
+        """A faster way to draw from all tokens than ``sampling`` has."""
 
     def greedy(self, logits_SV: Tensor) -> Tensor:
         """Id of the highest logit of each row, the lowest among equals -> int64 [S].

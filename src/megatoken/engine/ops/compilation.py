@@ -70,20 +70,24 @@ def launches(
     split = DECODE.block_tokens
     pages_TW = torch.zeros(TOKENS, -(-2 * split // page_size), dtype=torch.int32, device=device)
     lengths_T = int32(*[2 * split] * TOKENS)
-    indices_T = int32(*[0] * TOKENS)
+    indices_T, ones_T = int32(*[0] * TOKENS), torch.ones(TOKENS, dtype=torch.float64, device=device)
     cache = zeros(1, kv_heads, page_size, head_dim, dtype=scheme.cache_dtype(device))
 
-    def decode(out_THE: Tensor, out_scale: float | None) -> None:
+    windows = sorted({config.window(layer) for layer in range(config.layers)}, key=lambda window: window or 0)
+    sinks_H = zeros(heads, dtype=torch.float32) if config.sinks else None
+
+    def decode(window: int | None, out_THE: Tensor, out_scale: float | None) -> None:
         paged_attention.decode_attention(
             q_THE, cache, cache, pages_TW, lengths_T, out_THE,
             softmax_scale=1.0, max_length=2 * split, total_tokens=2 * split * TOKENS, out_scale=out_scale,
-            config=replace(DECODE, split_tokens=split),
+            window=window, sinks_H=sinks_H, config=replace(DECODE, split_tokens=split),
         )  # fmt: skip
 
-    def chunk(way: ChunkConfig, out_THE: Tensor, out_scale: float | None) -> None:
+    def chunk(window: int | None, way: ChunkConfig, out_THE: Tensor, out_scale: float | None) -> None:
         prompt_attention.chunk_attention(
             q_THE, cache, cache, pages_TW[:1], int32(0, TOKENS), int32(TOKENS), out_THE,
-            softmax_scale=1.0, longest_chunk=TOKENS, max_context=TOKENS, out_scale=out_scale, config=way,
+            softmax_scale=1.0, longest_chunk=TOKENS, max_context=TOKENS, out_scale=out_scale,
+            window=window, sinks_H=sinks_H, config=way,
         )  # fmt: skip
 
     def of_input(consumer: Linear) -> list[Callable[[], object]]:
@@ -107,16 +111,25 @@ def launches(
             scale = zeros(max(len(order_R), 2 * width, hidden), dtype=torch.float32)
         gate_up, down = zeros(1, 2 * width, hidden, dtype=dtype), zeros(1, hidden, width, dtype=dtype)
         x_TD, x_RF = zeros(TOKENS, hidden, dtype=dtype), zeros(len(order_R), width, dtype=dtype)
-        h_T2F = zeros(TOKENS, 2 * width)
-        between: list[Callable[[], object]] = [lambda: fused.silu_mul(h_T2F)]
+        h_T2F, activation = zeros(TOKENS, 2 * width), mixture.activation
+        biases = [zeros(rows) if mixture.biases else None for rows in (mixture.count, 2 * width, hidden)]
+        between: list[Callable[[], object]] = []
         if quantised:
-            between = [lambda: fused.silu_mul_rows(h_T2F), lambda: fused.quantise_rows(zeros(TOKENS, hidden))]
+            between.append(lambda: fused.quantise_rows(zeros(TOKENS, hidden)))
+        if activation is None:
+            between.append(lambda: (fused.silu_mul_rows if quantised else fused.silu_mul)(h_T2F))
 
         def both(tile: TileConfig) -> None:
-            grouped_product(x_TD, scale, gate_up, scale, order_R, starts, choices=choices, config=tile)
-            grouped_product(x_RF, scale, down, scale, order_R, starts, factors_R=factors_R, config=tile)
+            grouped_product(
+                x_TD, scale, gate_up, scale, order_R, starts,
+                bias_XN=biases[1], choices=choices, activation=activation, config=tile,
+            )  # fmt: skip
+            grouped_product(
+                x_RF, scale if activation is None else None, down, scale, order_R, starts,
+                bias_XN=biases[2], factors_R=factors_R, config=tile,
+            )  # fmt: skip
 
-        between.append(lambda: route(logits_TX, mixture))
+        between.append(lambda: route(logits_TX, mixture, biases[0]))
         return [*(lambda tile=tile: both(tile) for tile in (MANY_ROWS, SOME_ROWS, FEW_ROWS)), *between]
 
     ways = prompt_attention.ways(head_dim, device)
@@ -129,8 +142,13 @@ def launches(
     if ranks > 1 and scheme.fused_all_reduce and FusedAllReduce.reachable(ranks):
         inputs += shared_launches(config, consumers, device, ranks)
     return [
-        *(lambda way=way, output=output: chunk(way, *output) for way in ways for output in outputs),
-        *(lambda output=output: decode(*output) for output in outputs),
+        *(
+            lambda window=window, way=way, output=output: chunk(window, way, *output)
+            for window in windows
+            for way in (ways if window is None else ways[:1])
+            for output in outputs
+        ),
+        *(lambda window=window, output=output: decode(window, *output) for window in windows for output in outputs),
         *(of_experts(config.experts) if config.experts is not None else ()),
         lambda: tokens.gather_tokens(indices_T, indices_T, zeros(TOKENS, dtype=torch.int64)),
         *inputs,
@@ -140,6 +158,7 @@ def launches(
         ),
         lambda: tokens.argmax_rows(logits_TV),
         lambda: tokens.argmax_rows(logits_TV, programs=1),
+        lambda: tokens.draw_rows(logits_TV, indices_T.long(), ones_T, ones_T),
     ]  # fmt: skip
 
 

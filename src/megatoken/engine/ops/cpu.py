@@ -262,6 +262,9 @@ def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     return torch.addcmul(x_THE * cos_TE[:, None], swapped, sin_TE[:, None])
 
 
+draw = None
+
+
 def greedy(logits_SV: Tensor) -> Tensor:
     """Argmax in three vectorised passes; torch's own is scalar for bf16 and eight times slower."""
     highest_S1 = logits_SV.amax(-1, keepdim=True)

@@ -93,7 +93,7 @@ def pack_experts(
     Raises:
         CapacityError: the products cannot have these sides.
     """
-    return Experts.pack(router[0], ([weight for weight, _ in parts] for parts in experts), config, scheme)
+    return Experts.pack(router, experts, config, scheme)
 
 
 def fix_input_scales(linears: Iterable[Linear]) -> int:
@@ -235,6 +235,7 @@ def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear, 
             batch.host_lengths[:decodes],
             out_THE[:decodes],
             out_scale,
+            sinks_H,
         )
     if batch.longest_chunk:
         prompt_attention.chunk_attention(
@@ -251,6 +252,8 @@ def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear, 
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             out_scale=out_scale,
+            window=cache.window,
+            sinks_H=sinks_H,
         )
     return consumer.attended(out_THE.view(len(out_THE), -1))
 
@@ -261,7 +264,7 @@ def sample_attention(
     """Each token sees its whole sequence, so all are decodes."""
     out_SHE, out_scale = consumer.attention_output(q_SHE)
     lengths = batch.sample_lengths
-    _decode(q_SHE, cache, batch.sample_pages, lengths, batch.sample_host_lengths, out_SHE, out_scale)
+    _decode(q_SHE, cache, batch.sample_pages, lengths, batch.sample_host_lengths, out_SHE, out_scale, sinks_H)
     return consumer.attended(out_SHE.view(len(out_SHE), -1))
 
 
@@ -273,6 +276,7 @@ def _decode(
     host_lengths_B: NDArray[np.int32],
     out_BHE: Tensor,
     out_scale: float | None,
+    sinks_H: Tensor | None,
 ) -> None:
     paged_attention.decode_attention(
         q_BHE,
@@ -287,8 +291,13 @@ def _decode(
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
         out_scale=out_scale,
+        window=cache.window,
+        sinks_H=sinks_H,
         config=DECODE,
     )
+
+
+draw = tokens.draw_rows
 
 
 def greedy(logits_SV: Tensor) -> Tensor:

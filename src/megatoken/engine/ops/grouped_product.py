@@ -5,7 +5,8 @@ group of a tile from where groups start, which only the GPU knows: nothing waits
 memory, a group without rows costs nothing, and the launch can be part of a CUDA graph.
 
 Values are bf16, or e4m3 with a scale for each row of the input and each output of a weight. Sums are fp32; those of
-e4m3 are as inexact as in cuBLASLt's fast accumulation. Shape letters as in ``routing``; R rows, which are choices of
+e4m3 are as inexact as in cuBLASLt's fast accumulation. Biases, a clamped activation of neighbouring outputs and the
+weight of a choice are applied before anything is stored. Shape letters as in ``routing``; R rows, which are choices of
 tokens sorted by expert, N outputs, K inputs.
 """
 
@@ -20,8 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatoken.engine.ops.fused import require_contiguous
-from megatoken.engine.ops.paged_attention import IN_INTERPRETER
+from megatoken.engine.config import ClampedSwiglu
+from megatoken.engine.ops.fused import require_contiguous, saturate
+from megatoken.engine.ops.paged_attention import IN_INTERPRETER, LOG2_E
+from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 INTERPRETED_PROGRAMS = 3
 
@@ -58,10 +61,11 @@ def tile_config(rows: int, groups: int) -> TileConfig:
     return FEW_ROWS if average <= 16 else SOME_ROWS if average <= 64 else MANY_ROWS
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["groups", "out_factor"])
 def _grouped_product_kernel(
-    x, x_scale, weights, weight_scale, order, starts, factors, out, groups,
-    N: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_X: tl.constexpr,
+    x, x_scale, weights, weight_scale, bias, order, starts, factors, out, groups, out_factor,
+    N: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_X: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -99,12 +103,31 @@ def _grouped_product_kernel(
             sum_MN = tl.dot(x_MK, tl.trans(w_NK), sum_MN)
         n = column + tl.arange(0, BLOCK_N)
         if x_scale is not None:
-            scale_N = tl.load(weight_scale + number * N + n, mask=n < N, other=0.0)
-            sum_MN = sum_MN * tl.load(x_scale + from_row)[:, None] * scale_N[None, :]
-        if factors is not None:
-            sum_MN = sum_MN * tl.load(factors + choice, mask=live, other=0.0)[:, None]
-        mask = live[:, None] & (n < N)[None, :]
-        tl.store(out + to_row[:, None] * N + n[None, :], sum_MN.to(out.dtype.element_ty), mask=mask)
+            sum_MN = sum_MN * tl.load(x_scale + from_row)[:, None]
+        if weight_scale is not None:
+            sum_MN = sum_MN * tl.load(weight_scale + number * N + n, mask=n < N, other=0.0)[None, :]
+        if bias is not None:
+            sum_MN += tl.load(bias + number * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if LIMIT:
+            gate, up = tl.split(tl.reshape(sum_MN, (BLOCK_M, BLOCK_N // 2, 2)))
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.clamp(up, -LIMIT, LIMIT)
+            y_MN = gate / (1.0 + tl.exp2(gate * (-ALPHA * LOG2_E))) * (up + 1.0) * out_factor
+            if out.dtype.element_ty == tl.float8e4nv:
+                y_MN = saturate(y_MN)
+            n = column // 2 + tl.arange(0, BLOCK_N // 2)
+            mask = live[:, None] & (n < N // 2)[None, :]
+            tl.store(out + to_row[:, None] * (N // 2) + n[None, :], y_MN.to(out.dtype.element_ty), mask=mask)
+        else:
+            if factors is not None:
+                sum_MN = sum_MN * tl.load(factors + choice, mask=live, other=0.0)[:, None]
+            mask = live[:, None] & (n < N)[None, :]
+            tl.store(out + to_row[:, None] * N + n[None, :], sum_MN.to(out.dtype.element_ty), mask=mask)
+
+
+def activation_scale(activation: ClampedSwiglu) -> float:
+    """Of its e4m3 output. The limits fix it, so that a row's largest need not be known."""
+    return activation.largest / E4M3_MAX
 
 
 def grouped_product(
@@ -115,30 +138,41 @@ def grouped_product(
     order_R: Tensor,
     starts: Tensor,
     *,
+    bias_XN: Tensor | None = None,
     choices: int | None = None,
     factors_R: Tensor | None = None,
+    activation: ClampedSwiglu | None = None,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """Each row times the transposed weight of its group.
+    """Each row times the transposed weight of its group, plus its bias.
 
     Args:
         x: bf16 or e4m3; with ``choices`` [T, K], the input of each token, otherwise [R, K], of each sorted row.
-        x_scale: fp32 with an element for each row of ``x``, if it is e4m3.
+        x_scale: fp32 with an element for each row of ``x``; None for 1.
         weights_XNK: of the same type; its rows have a multiple of 16 bytes.
         weight_scale_XN: fp32, if it is e4m3.
         order_R: the choice that each sorted row is, token * choices + its number; int32.
         starts: int32 [X + 1], the first sorted row of each group, and R.
+        bias_XN: added to the scaled sums.
         choices: of a token, to read its row for each of them. None: ``x`` is sorted already.
-        factors_R: fp32, multiplies the output of each choice; in the order of choices.
+        factors_R: fp32, multiplies the output of each choice; in the order of choices. Not with ``activation``.
+        activation: of outputs 2 n, the gate, and 2 n + 1.
         config: by default chosen by the average number of rows in a group.
 
     Returns:
-        bf16 [R, N]: with ``choices`` sorted rows, otherwise in the order of choices.
+        bf16 [R, N]: with ``choices`` sorted rows, otherwise in the order of choices. With ``activation`` [R, N / 2] in
+        the type of ``x``; e4m3 is divided by ``activation_scale``.
     """
-    require_contiguous(x, x_scale, weights_XNK, weight_scale_XN, order_R, starts, factors_R)
+    require_contiguous(x, x_scale, weights_XNK, weight_scale_XN, bias_XN, order_R, starts, factors_R)
     (rows,), (_, outputs, inputs), groups = order_R.shape, weights_XNK.shape, len(starts) - 1
     tile = config or tile_config(rows, groups)
-    out = torch.empty((rows, outputs), dtype=torch.bfloat16, device=x.device)
+    out_factor, alpha, limit = 1.0, 0.0, 0.0
+    shape, dtype = (rows, outputs), torch.bfloat16
+    if activation is not None:
+        shape, dtype, alpha, limit = (rows, outputs // 2), x.dtype, activation.alpha, activation.limit
+        if x.itemsize == 1:
+            out_factor = 1.0 / activation_scale(activation)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     depth = tile.depth_bytes // x.itemsize
     most_tiles = (min(groups, rows) + rows // tile.rows) * triton.cdiv(outputs, tile.columns)
     programs = INTERPRETED_PROGRAMS
@@ -146,8 +180,9 @@ def grouped_product(
         programs = tile.programs * torch.cuda.get_device_properties(x.device).multi_processor_count
     weights = TensorDescriptor.from_tensor(weights_XNK.view(-1, inputs), [tile.columns, depth])
     _grouped_product_kernel[(min(programs, most_tiles),)](
-        x, x_scale, weights, weight_scale_XN, order_R, starts, factors_R, out, groups, outputs, inputs, choices or 0,
-        triton.next_power_of_2(groups), tile.rows, tile.columns, depth, tile.stages, IN_INTERPRETER,
+        x, x_scale, weights, weight_scale_XN, bias_XN, order_R, starts, factors_R, out, groups, out_factor, outputs,
+        inputs, choices or 0, alpha, limit, triton.next_power_of_2(groups), tile.rows, tile.columns, depth, tile.stages,
+        IN_INTERPRETER,
         num_warps=tile.warps,
     )  # fmt: skip
     return out

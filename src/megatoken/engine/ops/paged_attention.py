@@ -4,7 +4,8 @@ Keys and values lie in pages, k_cache and v_cache [P, K, S, E], e4m3 or bf16; st
 ``v / v_scale``. Slots that no sequence has reached are never read.
 Softmax is computed in fp32 in powers of two. e4m3 keys and values enter the products as fp16, in which they are exact;
 queries too become fp16 (exact within its range) and softmax weights fp16, or bf16 with a bf16 cache. e4m3 outputs are
-``out / out_scale``, saturated at 448.
+``out / out_scale``, saturated at 448. A query may see only the last keys, a window, whose older pages are not read; and
+a sink, which is a key of a given score without a value.
 
 Shape letters as in ``ops``: T tokens, H query heads, K key/value heads, G = H / K <= 16, E head size, B sequences,
 P pages, S tokens per page, W pages per table row. Kernels are not specialised on numbers that change from
@@ -35,6 +36,7 @@ _NEVER_SPLIT = 2**31 - 1
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _FP16_MAX = tl.constexpr(65504.0)
+LOG2_E = tl.constexpr(math.log2(math.e))
 IN_INTERPRETER = triton.knobs.runtime.interpret
 
 
@@ -115,9 +117,10 @@ def store(pointers, values, mask):
 
 @triton.jit(do_not_specialize=["table_stride", "split_tokens"], do_not_specialize_on_alignment=["table", "lengths"])
 def _decode_kernel(
-    q, k_cache, v_cache, table, lengths, out, partial, score_scale, value_scale, table_stride, split_tokens,
-    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, E4M3_SCORES: tl.constexpr, INTERPRETED: tl.constexpr,
+    q, k_cache, v_cache, table, lengths, sinks, out, partial, score_scale, value_scale, table_stride, split_tokens,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, E4M3_SCORES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     # Operands are swapped: tokens are on the long side of every product, the few grouped queries on the short side,
     # keys [N, E] x queries [E, G], values^T [E, N] x weights [N, G].
@@ -127,10 +130,11 @@ def _decode_kernel(
     program, split = tl.program_id(0), tl.program_id(1)
     sequence, kv_head = program // K, program % K
     length = tl.load(lengths + sequence)
-    begin = split * split_tokens
+    first = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    begin = first + split * split_tokens
     if begin >= tl.maximum(length, 1):  # the first program of an empty sequence goes on, to write zeros
         return
-    end = tl.minimum(length, begin + split_tokens)
+    end = begin + tl.minimum(length - begin, split_tokens)
 
     e = tl.arange(0, BLOCK_E)
     n = tl.arange(0, BLOCK_N)
@@ -154,7 +158,11 @@ def _decode_kernel(
     else:
         q_EG = q_EG.to(FLOAT)
 
+    g = tl.arange(0, BLOCK_G)
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + kv_head * G + g, mask=g < G, other=0.0) * LOG2_E
+        highest = tl.where(split == 0, sink, highest)
     weight_NG = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)  # summed over tokens only once, at the end
     if E4M3:
         pair = tl.arange(0, BLOCK_E // 2)
@@ -200,9 +208,10 @@ def _decode_kernel(
     if E4M3:
         sum_EG = tl.reshape(tl.permute(tl.join(even_EG, odd_EG), (0, 2, 1)), (BLOCK_E, BLOCK_G))
     total = tl.sum(weight_NG, axis=0)
-    g = tl.arange(0, BLOCK_G)
+    if sinks is not None:
+        total += tl.where(split == 0, tl.exp2(sink - highest), 0.0)
     mask = (g < G)[:, None] & (e < E)[None, :]
-    if length > split_tokens:
+    if length - first > split_tokens:
         row = (program.to(tl.int64) * tl.num_programs(1) + split) * G + g
         rows = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * G
         tl.store(partial + row[:, None] * E + e[None, :], tl.trans(sum_EG), mask=mask)
@@ -216,11 +225,14 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["split_tokens", "splits"], do_not_specialize_on_alignment=["lengths"])
 def _merge_kernel(
     partial, lengths, out, value_scale, split_tokens, splits,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
     row = tl.program_id(0)
     length = tl.load(lengths + row // H)
+    if WINDOW:
+        length = tl.minimum(length, WINDOW)
     if length <= split_tokens:
         return
     split = tl.arange(0, BLOCK_SPLITS)
@@ -239,7 +251,15 @@ def _merge_kernel(
 # Functions --------------------------------------------------------------------------------------------------------
 
 
-def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, out_scale: float | None, *int32s: Tensor) -> None:
+def check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    out_scale: float | None,
+    sinks_H: Tensor | None,
+    *int32s: Tensor,
+) -> None:
     """Raise ValueError if the kernels do not support these queries, caches, output, page table and lengths."""
     _, kv_heads, page_size, head_dim = k_cache.shape
     heads = q.shape[1]
@@ -256,6 +276,7 @@ def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, out_scale: f
         and head_dim % 16 == 0
         and head_dim <= 256
         and page_size in (16, 32, 64, 128)
+        and (sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.shape == (heads,)))
         and all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
         and all(tensor.dtype == torch.int32 and tensor.stride(-1) == 1 for tensor in int32s)
     )
@@ -266,7 +287,7 @@ def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, out_scale: f
         raise ValueError(
             "attention expects contiguous bf16 queries [T, H, E] and e4m3 or bf16 caches [P, K, S, E] with S 16, "
             "32, 64 or 128, E a multiple of 16 up to 256, H / K up to 16, an output like the queries (e4m3 with "
-            f"out_scale), int32 indices; got {seen}, out_scale {out_scale}"
+            f"out_scale), fp32 sinks [H], int32 indices; got {seen}, out_scale {out_scale}"
         )
 
 
@@ -302,9 +323,11 @@ def decode_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out_scale: float | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
     config: DecodeConfig = DecodeConfig(),
 ) -> Tensor:
-    """One query a sequence against all its cached keys.
+    """One query a sequence against all its cached keys, or those in its window.
 
     ``out[b, h] = softmax(q[b, h] . k[0 .. length_b] x softmax_scale x k_scale) v[0 .. length_b] x v_scale / out_scale``
 
@@ -321,6 +344,8 @@ def decode_attention(
         k_scale: positive.
         v_scale: any.
         out_scale: None for a bf16 output.
+        window: the last keys of each sequence, which alone are seen; None for all.
+        sinks_H: fp32 [H], of each head a score (scaled already) of one more key, whose value is 0.
         config: tile sizes and splitting.
 
     Returns:
@@ -329,10 +354,12 @@ def decode_attention(
     Raises:
         ValueError: another shape, dtype or layout.
     """
-    check(q_BHE, k_cache, v_cache, out_BHE, out_scale, page_table_BW, lengths_B)
+    check(q_BHE, k_cache, v_cache, out_BHE, out_scale, sinks_H, page_table_BW, lengths_B)
     sequences, heads, head_dim = q_BHE.shape
     _, kv_heads, page_size, _ = k_cache.shape
     group = heads // kv_heads
+    if window is not None:
+        max_length, total_tokens = min(max_length, window), min(total_tokens, sequences * window)
     piece = config.split_tokens or split_tokens(
         kv_heads, max_length, total_tokens, config.block_tokens, sequences=sequences
     )
@@ -346,15 +373,15 @@ def decode_attention(
     value_scale = v_scale / (out_scale or 1.0)
     block_e = triton.next_power_of_2(head_dim)
     _decode_kernel[(sequences * kv_heads, splits)](
-        q_BHE, k_cache, v_cache, page_table_BW, lengths_B, out_BHE, partial,
+        q_BHE, k_cache, v_cache, page_table_BW, lengths_B, sinks_H, out_BHE, partial,
         softmax_scale * k_scale * math.log2(math.e), value_scale, page_table_BW.stride(0), piece,
-        H=heads, K=kv_heads, S=page_size, E=head_dim, BLOCK_E=block_e, BLOCK_G=8 if group <= 8 else 16,
-        BLOCK_N=config.block_tokens, STAGES=config.stages, E4M3_SCORES=config.e4m3_scores and k_cache.itemsize == 1,
-        INTERPRETED=IN_INTERPRETER, num_warps=config.warps,
+        H=heads, K=kv_heads, S=page_size, E=head_dim, WINDOW=window or 0, BLOCK_E=block_e,
+        BLOCK_G=8 if group <= 8 else 16, BLOCK_N=config.block_tokens, STAGES=config.stages,
+        E4M3_SCORES=config.e4m3_scores and k_cache.itemsize == 1, INTERPRETED=IN_INTERPRETER, num_warps=config.warps,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(sequences * heads,)](
             partial, lengths_B, out_BHE, value_scale, piece, splits,
-            H=heads, K=kv_heads, E=head_dim, BLOCK_E=block_e, BLOCK_SPLITS=MAX_SPLITS,
+            H=heads, K=kv_heads, E=head_dim, WINDOW=window or 0, BLOCK_E=block_e, BLOCK_SPLITS=MAX_SPLITS,
         )  # fmt: skip
     return out_BHE

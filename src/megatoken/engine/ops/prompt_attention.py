@@ -4,7 +4,8 @@ Caches, dtypes, precision and shape letters are those of ``paged_attention``; C 
 
 A tile of keys is read in one of two ways. Paged: every program looks up the pages and converts e4m3 to fp16, although
 all tokens of a prompt read the same keys. Gathered: one pass copies the pages of each sequence into a contiguous 16-bit
-buffer, whose tiles the bulk copy engine loads, three in flight. For a long context that pass is cheap.
+buffer, whose tiles the bulk copy engine loads, three in flight. For a long context that pass is cheap. With a window
+few keys are read, always paged.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -21,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatoken.engine.memory import GATHERED_HEAD_SIZES, gathered_tokens, gathers_contexts
-from megatoken.engine.ops.paged_attention import IN_INTERPRETER, cache_rows, check, store, to_fp16
+from megatoken.engine.ops.paged_attention import IN_INTERPRETER, LOG2_E, cache_rows, check, store, to_fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def _gather_kernel(
 def _tiles(
     q_ME, highest, total, sum_ME, keys, values, table, first_row, begin, end, visible_M, score_scale, kv_head,
     K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, MASKED: tl.constexpr, GATHERED: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr, GATHERED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK_E)[None, :]
     n = tl.arange(0, BLOCK_N)
@@ -89,10 +90,14 @@ def _tiles(
             v_NE = tl.load(values + row * E + e, mask=mask, other=0.0).to(q_ME.dtype)
         score_MN = tl.dot(q_ME, tl.trans(k_NE))
         if MASKED:
-            score_MN = tl.where(token[None, :] < visible_M[:, None], score_MN, float("-inf"))
+            seen = token[None, :] < visible_M[:, None]
+            if WINDOW:
+                seen &= token[None, :] >= visible_M[:, None] - WINDOW
+            score_MN = tl.where(seen, score_MN, float("-inf"))
         higher = tl.maximum(highest, tl.max(score_MN, axis=1) * score_scale)
-        fade = tl.exp2(highest - higher)
-        p_MN = tl.exp2(score_MN * score_scale - higher[:, None])
+        base = tl.where(higher == float("-inf"), 0.0, higher) if WINDOW else higher  # of rows that see no key yet
+        fade = tl.exp2(highest - base)
+        p_MN = tl.exp2(score_MN * score_scale - base[:, None])
         total = total * fade + tl.sum(p_MN, axis=1)
         sum_ME = tl.dot(p_MN.to(q_ME.dtype), v_NE, sum_ME * fade[:, None])
         highest = higher
@@ -103,8 +108,8 @@ def _tiles(
     do_not_specialize=["table_stride", "capacity"], do_not_specialize_on_alignment=["table", "starts", "contexts"]
 )
 def _chunk_kernel(
-    q, keys, values, table, starts, contexts, out, score_scale, value_scale, table_stride, capacity,
-    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    q, keys, values, table, starts, contexts, sinks, out, score_scale, value_scale, table_stride, capacity,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, E4M3: tl.constexpr, GATHERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -131,19 +136,25 @@ def _chunk_kernel(
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        highest = tl.load(sinks + kv_head * G + m % G) * LOG2_E
+        total += 1.0
     sum_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     table += chunk.to(tl.int64) * table_stride
     first_row = (chunk * K + kv_head) * capacity
     visible = before + row + 1
-    unmasked = (before + first + 1) // BLOCK_N * BLOCK_N  # every row sees these keys
     end = before + tl.minimum(first + ROWS, rows)
-    highest, total, sum_ME = _tiles(
-        q_ME, highest, total, sum_ME, keys, values, table, first_row, 0, unmasked, visible, score_scale, kv_head,
-        K, S, E, BLOCK_E, BLOCK_N, STAGES, False, GATHERED,
-    )  # fmt: skip
+    if WINDOW:
+        unmasked = tl.maximum(before + first + 1 - WINDOW, 0)  # no row sees earlier keys
+    else:
+        unmasked = (before + first + 1) // BLOCK_N * BLOCK_N  # every row sees these keys
+        highest, total, sum_ME = _tiles(
+            q_ME, highest, total, sum_ME, keys, values, table, first_row, 0, unmasked, visible, score_scale, kv_head,
+            K, S, E, BLOCK_E, BLOCK_N, STAGES, False, GATHERED, 0,
+        )  # fmt: skip
     highest, total, sum_ME = _tiles(
         q_ME, highest, total, sum_ME, keys, values, table, first_row, unmasked, end, visible, score_scale, kv_head,
-        K, S, E, BLOCK_E, BLOCK_N, STAGES, True, GATHERED,
+        K, S, E, BLOCK_E, BLOCK_N, STAGES, True, GATHERED, WINDOW,
     )  # fmt: skip
     store(out + at, sum_ME * (value_scale / total)[:, None], mask)
 
@@ -163,11 +174,13 @@ def chunk_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out_scale: float | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
     config: ChunkConfig | None = None,
 ) -> Tensor:
     """Causal attention of prompt chunks whose keys and values are already in the cache.
 
-    Token t of the N tokens of chunk c sees keys 0 .. contexts[c] - N + t.
+    Token t of the N tokens of chunk c sees keys 0 .. contexts[c] - N + t, or the last of these.
 
     Args:
         q_THE: bf16 [T, H, E]; chunk c has tokens chunk_starts[c] .. chunk_starts[c + 1] - 1.
@@ -183,6 +196,8 @@ def chunk_attention(
         k_scale: positive.
         v_scale: any.
         out_scale: None for a bf16 output.
+        window: how many keys a token sees, itself included; None for all.
+        sinks_H: fp32 [H], of each head a score (scaled already) of one more key, whose value is 0.
         config: tile sizes; None to choose.
 
     Returns:
@@ -191,12 +206,12 @@ def chunk_attention(
     Raises:
         ValueError: another shape, dtype or layout.
     """
-    check(q_THE, k_cache, v_cache, out_THE, out_scale, page_table_CW, chunk_starts_C1, contexts_C)
+    check(q_THE, k_cache, v_cache, out_THE, out_scale, sinks_H, page_table_CW, chunk_starts_C1, contexts_C)
     _, heads, head_dim = q_THE.shape
     _, kv_heads, page_size, _ = k_cache.shape
     chunks, e4m3 = len(contexts_C), k_cache.itemsize == 1
     if config is None:
-        gathers = gathers_contexts(heads // kv_heads, chunks, longest_chunk, max_context)
+        gathers = window is None and gathers_contexts(heads // kv_heads, chunks, longest_chunk, max_context)
         config = ways(head_dim, q_THE.device)[-1 if gathers else 0]
     keys, values, capacity = k_cache, v_cache, 0
     if config.gathered:
@@ -210,9 +225,9 @@ def chunk_attention(
         keys, values = (TensorDescriptor.from_tensor(side, [config.block_tokens, head_dim]) for side in (keys, values))
     tiles = -(-longest_chunk // (config.block_rows // (heads // kv_heads)))
     _chunk_kernel[(kv_heads, chunks, tiles)](
-        q_THE, keys, values, page_table_CW, chunk_starts_C1, contexts_C, out_THE,
+        q_THE, keys, values, page_table_CW, chunk_starts_C1, contexts_C, sinks_H, out_THE,
         softmax_scale * k_scale * math.log2(math.e), v_scale / (out_scale or 1.0), page_table_CW.stride(0), capacity,
-        H=heads, K=kv_heads, S=page_size, E=head_dim, BLOCK_E=triton.next_power_of_2(head_dim),
+        H=heads, K=kv_heads, S=page_size, E=head_dim, WINDOW=window or 0, BLOCK_E=triton.next_power_of_2(head_dim),
         BLOCK_M=config.block_rows, BLOCK_N=config.block_tokens, STAGES=config.stages, E4M3=e4m3,
         GATHERED=config.gathered, INTERPRETED=IN_INTERPRETER, num_warps=config.warps,
     )  # fmt: skip

@@ -28,7 +28,7 @@ class Routes(NamedTuple):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _choose_kernel(
-    logits, weights, chosen, places, counts, tokens, X: tl.constexpr, C: tl.constexpr, NORMALIZED: tl.constexpr,
+    logits, bias, weights, chosen, places, counts, tokens, X: tl.constexpr, C: tl.constexpr, NORMALIZED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
@@ -36,6 +36,8 @@ def _choose_kernel(
     live = token < tokens
     score = tl.load(logits + token * X + x, mask=live & (x < X), other=float("-inf"))
     score = tl.where(live, score, 0.0)
+    if bias is not None:
+        score += tl.load(bias + x, mask=x < X, other=0.0).to(tl.float32)
     share = tl.exp(score - tl.max(score, axis=1)[:, None])
     share /= tl.sum(share, axis=1)[:, None]
     weight = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
@@ -73,14 +75,15 @@ def _sort_kernel(
     tl.store(order + before + tl.load(places + choice, mask=live, other=0), choice, mask=live)
 
 
-def route(logits_TX: Tensor, config: ExpertsConfig) -> Routes:
+def route(logits_TX: Tensor, config: ExpertsConfig, bias_X: Tensor | None = None) -> Routes:
     """The experts of each token and the tokens of each expert; nothing waits for the host.
 
     Args:
         logits_TX: scores of the experts, fp32. Among equals the first is chosen.
         config: number of choices, and whether their weights are divided by their sum.
+        bias_X: added to the scores.
     """
-    require_contiguous(logits_TX)
+    require_contiguous(logits_TX, bias_X)
     tokens, experts = logits_TX.shape
     choices, device = config.active, logits_TX.device
     weights_TC = torch.empty(tokens, choices, dtype=torch.float32, device=device)
@@ -90,8 +93,8 @@ def route(logits_TX: Tensor, config: ExpertsConfig) -> Routes:
     counts = torch.zeros(experts, dtype=torch.int32, device=device)
     block_x = triton.next_power_of_2(experts)
     _choose_kernel[(triton.cdiv(tokens, 16),)](
-        logits_TX, weights_TC, chosen_TC, places_TC, counts, tokens, experts, choices, config.normalized, 16, block_x,
-        triton.next_power_of_2(choices),
+        logits_TX, bias_X, weights_TC, chosen_TC, places_TC, counts, tokens, experts, choices, config.normalized, 16,
+        block_x, triton.next_power_of_2(choices),
     )  # fmt: skip
     _sort_kernel[(triton.cdiv(len(order_R), 128),)](
         chosen_TC, places_TC, counts, starts, order_R, len(order_R), experts, 128, block_x

@@ -1,4 +1,4 @@
-"""Triton kernels for token ids: model inputs from host or device, and the ids of the highest logits.
+"""Triton kernels for token ids: model inputs from host or device, the ids of the highest logits, and drawn ids.
 
 Kernels are not specialised on pointers into a step's packed buffer or on numbers that change from step to step, so that
 no step compiles. Keyword arguments after ``*`` tune a launch and never change a result.
@@ -6,6 +6,8 @@ no step compiles. Keyword arguments after ``*`` tune a launch and never change a
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -15,6 +17,10 @@ from torch import Tensor
 from megatoken.engine.ops.fused import require_contiguous
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LARGEST_FACTOR = tl.constexpr(1e30)
+CHUNK = 4096
+"""Columns of a row that are summed together when a token is drawn: part of the result, so the same for every batch."""
 
 
 @triton.jit(do_not_specialize=["host_ids", "table_slots", "rows"])
@@ -101,4 +107,81 @@ def argmax_rows(logits_SV: Tensor, *, block: int = 2048, warps: int = 4, program
     partial = torch.empty((rows, splits), dtype=torch.int32, device=logits_SV.device)
     _argmax_kernel[(rows, splits)](logits_SV, partial, blocks_per_split, width, block, num_warps=warps)
     _argmax_merge_kernel[(rows,)](logits_SV, partial, out, splits, width, triton.next_power_of_2(blocks), num_warps=1)
+    return out
+
+
+@triton.jit
+def _power_factor(temperature):
+    """A logit times this is the exponent of two of its weight; finite and above 0 for every temperature."""
+    bounded = tl.minimum(tl.maximum(tl.load(temperature), 1.0 / _LARGEST_FACTOR), _LARGEST_FACTOR)
+    return (1.0 / bounded).to(tl.float32) * _LOG2_E
+
+
+@triton.jit
+def _load_chunk(logits, rows, number, chunk, V: tl.constexpr, CHUNK: tl.constexpr):
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    at = logits + tl.load(rows + number) * V + column
+    x = tl.load(at, mask=column < V, other=float("-inf")).to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["rows", "temperatures"])
+def _sum_chunks_kernel(logits, rows, temperatures, highest, total, V: tl.constexpr, CHUNK: tl.constexpr):
+    number, chunk = tl.program_id(0), tl.program_id(1)
+    x = _load_chunk(logits, rows, number, chunk, V, CHUNK)
+    best = tl.max(x)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    at = number * tl.num_programs(1) + chunk
+    tl.store(highest + at, best)
+    tl.store(total + at, tl.sum(tl.exp2((x - base) * _power_factor(temperatures + number))))
+
+
+@triton.jit(do_not_specialize=["rows", "temperatures", "uniforms"])
+def _draw_kernel(
+    logits, rows, temperatures, uniforms, highest, total, out,
+    V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0)
+    factor = _power_factor(temperatures + number)
+    c = tl.arange(0, BLOCK_CHUNKS)
+    best = tl.load(highest + number * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
+    top = tl.max(best)
+    weight = tl.load(total + number * CHUNKS + c, mask=c < CHUNKS, other=0.0) * tl.exp2((best - top) * factor)
+    cumulative = tl.cumsum(weight.to(tl.float64))
+    wanted = tl.load(uniforms + number) * tl.max(cumulative)
+    chunk = tl.minimum(tl.sum((cumulative <= wanted).to(tl.int32)), CHUNKS - 1)
+    wanted -= tl.max(tl.where(c < chunk, cumulative, 0.0))
+    base = tl.max(tl.where(c == chunk, best, float("-inf")))
+    x = _load_chunk(logits, rows, number, chunk, V, CHUNK)
+    weight = tl.exp2((x - base) * factor)
+    cumulative = tl.cumsum(weight.to(tl.float64)) * tl.exp2((base - top) * factor)
+    place = tl.sum((cumulative <= wanted).to(tl.int32))
+    last = tl.max(tl.where(weight > 0, tl.arange(0, CHUNK), 0))  # rounding may leave the number beyond the sum
+    tl.store(out + number, (chunk * CHUNK + tl.minimum(place, last)).to(tl.int64))
+
+
+def draw_rows(logits_SV: Tensor, rows_R: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> Tensor:
+    """Ids drawn by inverting the cumulative distribution in the order of token ids, as ``sampling`` defines it.
+
+    Weights are fp32, their sums over chunks of a row float64. Logits are read once, and one chunk of each row twice.
+
+    Args:
+        logits_SV: bf16 or fp32 [S, V]; the highest of a row is finite, or its id means nothing.
+        rows_R: int64, rows of the logits.
+        temperatures_R: float64, above 0.
+        uniforms_R: float64, from 0 to below 1.
+
+    Returns:
+        int64 [R].
+    """
+    require_contiguous(logits_SV, rows_R, temperatures_R, uniforms_R)
+    rows, width = len(rows_R), logits_SV.shape[1]
+    chunks, device = triton.cdiv(width, CHUNK), logits_SV.device
+    highest, total = (torch.empty(rows, chunks, dtype=torch.float32, device=device) for _ in range(2))
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    _sum_chunks_kernel[(rows, chunks)](logits_SV, rows_R, temperatures_R, highest, total, width, CHUNK, num_warps=4)
+    _draw_kernel[(rows,)](
+        logits_SV, rows_R, temperatures_R, uniforms_R, highest, total, out,
+        width, CHUNK, chunks, triton.next_power_of_2(chunks), num_warps=4,
+    )  # fmt: skip
     return out
