@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel
 
 from megatoken.engine.checkpoint import Checkpoint, read_config
 from megatoken.engine.config import SHAPES, EngineConfig
+from megatoken.engine.cost_model import CostModel
+from megatoken.engine.gpus import find_gpu
 from megatoken.engine.memory import plan_memory_of
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import reference
@@ -184,6 +187,20 @@ def test_a_sink_is_a_key_without_value_and_a_window_ends() -> None:
 
 
 # Plans
+
+
+def test_layers_with_a_window_read_no_more_than_it() -> None:
+    shape = SHAPES["gpt-oss-20b"]
+    windowed, full = (
+        CostModel(one, find_scheme("fp8"), find_gpu("H200")) for one in (shape, replace(shape, windows=()))
+    )
+    key_bytes = 2 * 8 * 64 / windowed._decode_rate
+    saved = full.step_of(10, 10_000, [], 10).decode_attention - windowed.step_of(10, 10_000, [], 10).decode_attention
+    assert saved == pytest.approx(12 * (10_000 - 10 * 128) * key_bytes)
+    short = [costs.step_of(10, 600, [(0, 128)], 11) for costs in (windowed, full)]
+    assert short[0] == short[1]
+    prompt = [(0, 8192)]
+    assert windowed.step_of(0, 0, prompt, 1).chunk_attention < 0.6 * full.step_of(0, 0, prompt, 1).chunk_attention
 
 
 def test_the_larger_model_fits_one_h200_in_fp8() -> None:

@@ -10,7 +10,8 @@ A step's time is the sum of its parts:
 - products of the layers: operations at a share of the data sheet that falls with the clock, but at least the time to
   read the weights; of experts, the weights of those that the tokens choose, if all are equally likely, and operations
   at the rate of dense products, which is an upper bound;
-- attention: for decodes the bytes of cached keys and values, for prompts operations;
+- attention: for decodes the bytes of cached keys and values, for prompts operations; in layers with a window those of
+  the keys in it;
 - elementwise work: bytes;
 - the head, for tokens that sample; gaps between launches; sums and gathers over the ranks of tensor parallelism.
 
@@ -22,6 +23,7 @@ the clock it settles at or, if the rate of large products is published, that rat
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -170,10 +172,17 @@ class CostModel:
         self._weights_rate = WEIGHTS_SHARE * gpu.memory_bytes_per_second
 
         bandwidth = gpu.memory_bytes_per_second
-        self._cached_token_bytes = 2.0 * L * keys * cache_item
+        windows = Counter(m.window(layer) for layer in range(L))
+        full_layers = windows.pop(None, 0)
+        self._cached_token_bytes = 2.0 * full_layers * keys * cache_item
+        self._windows = [
+            _Window(window, 2.0 * count * keys * cache_item, 4.0 * count * queries)
+            for window, count in windows.items()
+            if window is not None
+        ]
         self._decode_bytes = L * queries * (2.0 + item)
         self._decode_rate = DECODE_SHARE * bandwidth
-        self._pair_operations = 4.0 * L * queries
+        self._pair_operations = 4.0 * full_layers * queries
         self._group = m.heads // m.kv_heads
         self._gathers = gpu.name in GATHERING and m.head_dim in GATHERED_HEAD_SIZES
         self._most_recorded_tokens = most_recorded_tokens(m, scheme) if self._gathers and cuda_graphs else 0.0
@@ -233,20 +242,23 @@ class CostModel:
             chunks: first position and length of each prompt chunk.
             samples: tokens that are sampled.
         """
-        tokens, pairs, sequences = float(decodes), 0.0, decodes
+        tokens, chunk_operations, sequences = float(decodes), 0.0, decodes
         longest_chunk = longest_context = 0
         for start, count in chunks:
             tiles = -(-count // CHUNK_TILE)
             tokens += count
             sequences += 1
-            pairs += CHUNK_TILE * tiles * (start + CHUNK_TILE * (tiles + 1) / 2)
+            keys = start + CHUNK_TILE * (tiles + 1) / 2  # of each token on average
+            of_token = keys * self._pair_operations
+            of_token += sum(min(keys, one.keys + CHUNK_TILE) * one.pair_operations for one in self._windows)
+            chunk_operations += CHUNK_TILE * tiles * of_token
             longest_chunk, longest_context = max(longest_chunk, count), max(longest_context, start + count)
         operations = tokens * self._token.operations + samples * self._sample.operations
         product_seconds = tokens * self._token.seconds + samples * self._sample.seconds
         decode_bytes = cached_tokens * self._cached_token_bytes + decodes * self._decode_bytes
+        decode_bytes += sum(min(cached_tokens, decodes * one.keys) * one.key_bytes for one in self._windows)
         decode_seconds = decode_bytes / self._decode_rate
         tail_seconds = self._layers * DECODE_TAIL_SECONDS if decodes else 0.0
-        chunk_operations = pairs * self._pair_operations
         prompts = sequences - decodes
         recorded = records_step(decodes, prompts, tokens, self._most_recorded_tokens)
         if self._gathers and not recorded and gathers_contexts(self._group, prompts, longest_chunk, longest_context):
@@ -331,6 +343,14 @@ class CostModel:
             clock += margin / (spare_watts * slope / clock + 2 * at_full_clock * clock)
             clock = min(max(clock, 0.5), 1.0)
         return clock
+
+
+class _Window(NamedTuple):
+    """Layers whose queries see so many keys; bytes of a key and operations of a query with a key, in all of them."""
+
+    keys: int
+    key_bytes: float
+    pair_operations: float
 
 
 def _either(operations: float, weights: float) -> float:
