@@ -222,17 +222,19 @@ def test_no_plan_takes_more_than_the_machine_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_batched_tokens", "most"), [(1, 1), (3, 4), (64, 64), (100, 112), (512, 512), (1536, 512)]
+    ("max_batched_tokens", "most"), [(1, 1), (3, 4), (64, 64), (100, 112), (520, 576), (1536, 1152)]
 )
 def test_graphs_are_planned_for_steps_that_can_come(max_batched_tokens: int, most: int) -> None:
-    assert graph_tokens(max_batched_tokens)[-1] == most
+    """8B computes 1,142 tokens in the time of its launches, 70B 290."""
+    assert graph_tokens(SHAPES["llama3.1-8b"], find_scheme("fp8"), max_batched_tokens)[-1] == most
+    assert graph_tokens(SHAPES["llama2-70b"], find_scheme("fp8"), max_batched_tokens)[-1] == min(most, 304)
     plans = [
         plan_memory_of(
             SHAPES["llama3.1-8b"], EngineConfig(precision="fp8", max_batched_tokens=rows), "cuda", 24 * 10**9
         )
         for rows in (max_batched_tokens, 1536)
     ]
-    assert (plans[0].process_bytes < plans[1].process_bytes) == (most < 512)
+    assert (plans[0].process_bytes < plans[1].process_bytes) == (most < 1152)
 
 
 def test_half_of_what_is_left_of_a_cpu_s_memory_stays_for_others() -> None:
@@ -353,5 +355,5 @@ def test_contexts_are_gathered_where_it_pays_and_fits() -> None:
 
 def test_steps_that_are_recorded_gather_nothing() -> None:
     """They are replayed for longer contexts, for which there would be no room."""
-    step = largest_step(StepShape(tokens=512, chunks=8, longest=8192, pages=256))
+    step = largest_step(StepShape(tokens=512, chunks=8, samples=520, longest=8192, pages=256))
     assert 0 < step.lengths[step.decodes :].max() <= PAGED_CONTEXT

@@ -99,6 +99,7 @@ class StepShape:
 
     tokens: int
     chunks: int
+    samples: int
     longest: int  # tokens of the longest sequence
     pages: int  # of one sequence
 
@@ -139,7 +140,7 @@ def largest_step(shape: StepShape) -> StepArrays:
     step = _empty_step(shape)
     step.lengths[:] = min(shape.longest, USUAL_TOKENS)
     step.lengths[0] = shape.longest
-    step.sampled[:] = np.arange(len(step.lengths))
+    step.sampled[:] = np.arange(shape.samples)
     step.chunk_starts[1:] = shape.tokens
     return step
 
@@ -147,7 +148,8 @@ def largest_step(shape: StepShape) -> StepArrays:
 def _empty_step(shape: StepShape) -> StepArrays:
     sequences = shape.tokens + shape.chunks
     token_ids, positions = np.zeros((2, shape.tokens), dtype=np.int32)
-    lengths, sample_indices, sample_slots = np.zeros((3, sequences), dtype=np.int32)
+    lengths = np.zeros(sequences, dtype=np.int32)
+    sample_indices, sample_slots = np.zeros((2, shape.samples), dtype=np.int32)
     return StepArrays(
         token_ids=token_ids,
         table_slots=np.full(shape.tokens, -1, dtype=np.int32),
@@ -157,7 +159,7 @@ def _empty_step(shape: StepShape) -> StepArrays:
         lengths=lengths,
         decodes=shape.tokens,
         chunk_starts=np.zeros(shape.chunks + 1, dtype=np.int32),
-        sampled=np.zeros(sequences, dtype=np.int64),
+        sampled=np.zeros(shape.samples, dtype=np.int64),
         sample_indices=sample_indices,
         sample_slots=sample_slots,
     )

@@ -260,7 +260,7 @@ class CostModel:
         decode_seconds = decode_bytes / self._decode_rate
         tail_seconds = self._layers * DECODE_TAIL_SECONDS if decodes else 0.0
         prompts = sequences - decodes
-        recorded = records_step(decodes, prompts, tokens, self._most_recorded_tokens)
+        recorded = records_step(prompts, tokens, self._most_recorded_tokens)
         if self._gathers and not recorded and gathers_contexts(self._group, prompts, longest_chunk, longest_context):
             chunk_seconds = chunk_operations / self._gathered_rate + self._layers * GATHERED_SECONDS
         else:

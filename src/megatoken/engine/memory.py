@@ -25,7 +25,7 @@ PROCESS_BYTES = 300_000_000
 """Python, PyTorch and other libraries before the first weight; measured 224 to 260 MB."""
 GPU_LIBRARY_BYTES = 2_000_000_000
 """GPU memory for kernels, cuBLAS workspaces and gaps between blocks, beyond what is in use when the plan is made."""
-GRAPH_TOKENS: tuple[int, ...] = (1, 2, 4, 8, *range(16, 513, 16))
+GRAPH_TOKENS: tuple[int, ...] = (1, 2, 4, 8, *range(16, 513, 16), *range(576, 1025, 64), *range(1152, 2049, 128))
 GRAPH_CHUNKS = 8
 """Sizes that steps recorded as CUDA graphs are padded to, and most prompts in one."""
 LAUNCH_SECONDS_PER_LAYER = 4e-4
@@ -178,7 +178,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.tensor_parallel > 1:
         process += GPU_COLLECTIVES_BYTES
     if on_gpu and config.cuda_graphs:
-        rows = graph_tokens(max_batched_tokens)[-1]
+        rows = graph_tokens(model, scheme, max_batched_tokens)[-1]
         graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, rows + GRAPH_CHUNKS, max_length)
         # Recorded steps share a memory pool, and run outside it first.
         process += model.layers * GRAPH_LAYER_BYTES + 2 * graph_step
@@ -226,14 +226,15 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     return plan
 
 
-def graph_tokens(max_batched_tokens: int) -> tuple[int, ...]:
-    """The sizes in ``GRAPH_TOKENS`` that steps of up to ``max_batched_tokens`` are padded or recorded to."""
-    return GRAPH_TOKENS[: bisect_left(GRAPH_TOKENS, max_batched_tokens) + 1]
+def graph_tokens(model: ModelConfig, scheme: LinearScheme, max_batched_tokens: int) -> tuple[int, ...]:
+    """The sizes in ``GRAPH_TOKENS`` that steps are padded and recorded to. ``model``: a rank's part."""
+    most = min(max_batched_tokens, most_recorded_tokens(model, scheme))
+    return GRAPH_TOKENS[: bisect_left(GRAPH_TOKENS, most) + 1]
 
 
-def most_tokens(max_batched_tokens: int) -> int:
-    """Rows of the largest tensor of a step, with the padding and samples of recorded steps."""
-    return max(max_batched_tokens, graph_tokens(max_batched_tokens)[-1] + GRAPH_CHUNKS)
+def most_tokens(model: ModelConfig, scheme: LinearScheme, max_batched_tokens: int) -> int:
+    """Rows of the largest tensor of a step, with what recorded steps add. ``model``: a rank's part."""
+    return max(max_batched_tokens, graph_tokens(model, scheme, max_batched_tokens)[-1] + GRAPH_CHUNKS)
 
 
 def most_recorded_tokens(model: ModelConfig, scheme: LinearScheme) -> float:
@@ -243,9 +244,9 @@ def most_recorded_tokens(model: ModelConfig, scheme: LinearScheme) -> float:
     return min(GRAPH_TOKENS[-1], launch_seconds / token_seconds)
 
 
-def records_step(decodes: int, chunks: int, tokens: float, most_tokens: float) -> bool:
-    """Whether a step is recorded as a CUDA graph: it is short, and it decodes, so that requests wait for tokens."""
-    return decodes > 0 and chunks <= GRAPH_CHUNKS and tokens <= most_tokens
+def records_step(chunks: int, tokens: float, most_tokens: float) -> bool:
+    """Whether a step is recorded as a CUDA graph: it is short, and has few prompts."""
+    return chunks <= GRAPH_CHUNKS and tokens <= most_tokens
 
 
 def gathers_contexts(group: int, chunks: int, longest_chunk: int, longest_context: int) -> bool:

@@ -330,7 +330,8 @@ class ModelRunner:
     def _join(self, group: RankGroup, check: Callable[[], None]) -> None:
         self._group = group
         if self._shares_rows:
-            group.share_rows(most_tokens(self.memory_plan.max_batched_tokens), self._config.hidden_size, check)
+            rows = most_tokens(self._config, self._scheme, self.memory_plan.max_batched_tokens)
+            group.share_rows(rows, self._config.hidden_size, check)
 
     @torch.inference_mode()
     def launch(

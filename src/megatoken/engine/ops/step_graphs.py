@@ -30,6 +30,9 @@ AHEAD_TOKENS = 2048
 """Length of the longest sequence in the steps that are recorded at the start."""
 UNRECORDED_RUNS = 3
 """Runs of a shape before it is recorded, which costs as much as five to ten replays save; some shapes are rare."""
+SAMPLES = (64, 256, 512)
+"""Tokens that sample in steps longer than the last of these, next to one of each prompt: the head of a large vocabulary
+takes a tenth of such a step. Shorter steps have room for any number, since each further size is another shape."""
 MOST_GRAPHS = 128
 """Kept at a time; the least recently used is dropped."""
 
@@ -56,7 +59,7 @@ class StepGraphs:
         self._page_size = cache.page_size
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._sizes = graph_tokens(max_batched_tokens)
+        self._sizes = graph_tokens(config, scheme, max_batched_tokens)
         samples = self._sizes[-1] + GRAPH_CHUNKS
         self._logits = torch.empty(samples, config.vocabulary_size, dtype=torch.bfloat16, device=device)
         self._ids = torch.empty(samples, dtype=torch.int64, device=device)
@@ -68,7 +71,7 @@ class StepGraphs:
     def takes(self, arrays: StepArrays) -> bool:
         """Whether a step runs as a graph."""
         chunks = len(arrays.lengths) - arrays.decodes
-        return records_step(arrays.decodes, chunks, len(arrays.token_ids), self._most_tokens)
+        return records_step(chunks, len(arrays.token_ids), self._most_tokens)
 
     def run(self, arrays: StepArrays, forward: Forward, catch_up: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs.
@@ -78,8 +81,14 @@ class StepGraphs:
 
         ``forward`` computes the step. ``catch_up`` waits for the device, or raises if a rank has ended.
         """
-        chunks, samples = len(arrays.lengths) - arrays.decodes, arrays.samples
-        shape = self._shape(len(arrays.token_ids), chunks, int(arrays.lengths.max()))
+        samples = arrays.samples
+        shape = self._shape(
+            len(arrays.token_ids),
+            decodes=arrays.decodes,
+            prompts=len(arrays.lengths) > arrays.decodes,
+            samples=samples,
+            length=int(arrays.lengths.max()),
+        )
         indices = cuda.pack(cuda.index_parts(pad_step(arrays, shape)))
         self._met[shape] += 1
         if self._met[shape] <= UNRECORDED_RUNS:
@@ -98,25 +107,29 @@ class StepGraphs:
 
         ``forward`` and ``catch_up``: as in ``run``. ``max_length``: of a sequence.
         """
-        for chunks in (0, 1):
-            for size, smaller in zip(self._sizes, (0, *self._sizes), strict=False):
-                if smaller >= self._most_tokens:
-                    break
-                shape = self._shape(size, chunks, min(AHEAD_TOKENS, max_length))
+        for prompts in (False, True):
+            for size in self._sizes:
+                shape = self._shape(
+                    size, decodes=size, prompts=prompts, samples=size, length=min(AHEAD_TOKENS, max_length)
+                )
                 step = largest_step(shape)
                 indices = cuda.pack(cuda.index_parts(step))
                 self._step(forward, step, indices.to(self._ids.device))
                 self.recorded[shape] = self._record(forward, step, indices, catch_up)
                 self._met[shape] = UNRECORDED_RUNS
 
-    def _shape(self, tokens: int, chunks: int, length: int) -> StepShape:
-        """``tokens``: of the step. ``length``: of the longest sequence."""
+    def _shape(self, tokens: int, *, decodes: int, prompts: bool, samples: int, length: int) -> StepShape:
+        """``tokens``, ``decodes``, ``samples``: of the step. ``length``: of the longest sequence."""
         longest = SHORTEST_TOKENS
         while longest < length:
             longest *= LENGTH_RATIO
+        size = self._sizes[bisect_left(self._sizes, tokens)]
+        chunks = GRAPH_CHUNKS if prompts else 0
+        sizes = (0,) if not decodes else SAMPLES if size > SAMPLES[-1] else ()
         return StepShape(
-            tokens=self._sizes[bisect_left(self._sizes, tokens)],
-            chunks=GRAPH_CHUNKS if chunks else 0,
+            tokens=size,
+            chunks=chunks,
+            samples=next((most + chunks for most in sizes if most + chunks >= samples), size + chunks),
             longest=longest,
             pages=-(-longest // self._page_size),
         )
