@@ -23,7 +23,7 @@ from triton import OutOfResources
 
 from gemm import peak_teraflops
 from gpu_measuring import report, require_gpu, write_report
-from megatoken.engine.config import ExpertsConfig
+from megatoken.engine.config import ClampedSwiglu, ExpertsConfig, gpt_oss_experts
 from megatoken.engine.ops.cuda_experts import Experts, ExpertWeights
 from megatoken.engine.ops.grouped_product import TileConfig, grouped_product, tile_config
 from megatoken.engine.ops.routing_kernels import route
@@ -64,7 +64,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("qwen3-30b-a3b", 2048, ExpertsConfig(128, 8, 768, normalized=True, layers=(0,))),
-        Shape("gpt-oss-120b", 2880, ExpertsConfig(128, 4, 2880, normalized=True, layers=(0,))),
+        Shape("gpt-oss-120b", 2880, gpt_oss_experts(128, 4, 2880, 1, ClampedSwiglu(1.702, 7.0))),
         Shape("mixtral-8x7b", 4096, ExpertsConfig(8, 2, 14_336, normalized=True, layers=(0,))),
     )
 }
@@ -92,16 +92,18 @@ def weights_of(shape: Shape, precision: str) -> list[Experts]:
 
     def linear(outputs: int, inputs: int) -> ExpertWeights:
         count = shape.mixture.count
+        bias_XN = gaussian(count, outputs) if shape.mixture.biases else None
         if precision == "bf16":
-            return ExpertWeights(gaussian(count, outputs, inputs, spread=inputs**-0.5), None)
+            return ExpertWeights(gaussian(count, outputs, inputs, spread=inputs**-0.5), None, bias_XN)
         values = gaussian_e4m3(count * outputs, inputs).view(count, outputs, inputs)
-        return ExpertWeights(values, torch.full((count, outputs), inputs**-0.5 / E4M3_SPREAD, device=DEVICE))
+        scale_XN = torch.full((count, outputs), inputs**-0.5 / E4M3_SPREAD, device=DEVICE)
+        return ExpertWeights(values, scale_XN, bias_XN)
 
     hidden, mixture = shape.hidden_size, shape.mixture
     return [
         Experts(
             gaussian(mixture.count, hidden, spread=hidden**-0.5),
-            None,
+            gaussian(mixture.count) if mixture.biases else None,
             gate_up=linear(*shape.sides("gate_up")),
             down=linear(*shape.sides("down")),
             config=mixture,
@@ -154,6 +156,7 @@ def bursts(
             starts,
             choices if product == "gate_up" else None,
             None if product == "gate_up" else torch.rand(tokens * choices, device=DEVICE),
+            shape.mixture.activation if product == "gate_up" else None,
         )
         operations = 2 * tokens * choices * outputs * inputs
         moved = (count * outputs + inputs_rows) * inputs * x.itemsize + 2 * tokens * choices * outputs
@@ -182,12 +185,20 @@ def launch_product(
     starts: Tensor,
     choices: int | None,
     factors_R: Tensor | None,
+    activation: ClampedSwiglu | None,
     tile: TileConfig,
     layer: int,
 ) -> None:
     """One product of one layer; its result is dropped, so that the next may take its memory."""
-    values, scale = weights[layer].values_XND, weights[layer].scale_XN
-    grouped_product(*x, values, scale, order_R, starts, choices=choices, factors_R=factors_R, config=tile)
+    one = weights[layer]
+    grouped_product(
+        *(*x, one.values_XND, one.scale_XN, order_R, starts),
+        bias_XN=one.bias_XN,
+        choices=choices,
+        factors_R=factors_R,
+        activation=activation,
+        config=tile,
+    )
 
 
 def sustained(

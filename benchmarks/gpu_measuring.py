@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatoken.engine import Engine
+from megatoken.engine import Engine, Request
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.runner import ModelRunner
 from megatoken.engine.schemes import find_scheme
@@ -77,6 +77,35 @@ def operations_per_row(engine: Engine) -> int:
     The last layer finishes sampling rows only, so what a step does is up to 1 / layers less.
     """
     return 2 * engine.model_config.active_linear_parameters
+
+
+def expert_imbalance(engine: Engine) -> float | None:
+    """Largest over mean rows of an expert in steps of random prompts, averaged over the layers; None if all are dense.
+
+    Random weights route about evenly; trained routers need not.
+    """
+    from megatoken.engine.ops import cuda_experts
+
+    module = cast(Any, cuda_experts)
+    if engine._runner.model_config.experts is None:
+        return None
+    rows_XL: list[Tensor] = []
+    route = module.route
+
+    def noted(*arguments: Any) -> Any:
+        routes = route(*arguments)
+        rows_XL.append(routes.starts.diff())
+        return routes
+
+    module.route = noted
+    try:
+        most = min(engine.memory_plan.max_batched_tokens, engine.memory_plan.max_length - 1)
+        ids = torch.randint(engine._runner.model_config.vocabulary_size, (most,)).tolist()
+        engine.generate([Request(ids, 1)])
+    finally:
+        module.route = route
+    whole = [rows for rows in rows_XL if rows.sum() >= most]  # the last layer computes what samples alone
+    return float(torch.stack([rows.max() / rows.float().mean() for rows in whole]).mean())
 
 
 def gemm_bound_teraflops(engine: Engine, rows: int, seconds: float) -> float:

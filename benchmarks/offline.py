@@ -6,19 +6,29 @@ Random weights and prompts of random ids, answers forced to their lengths: unoff
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-from gpu_measuring import gemm_bound_teraflops, operations_per_row, report, require_gpu, write_report
+from gpu_measuring import (
+    expert_imbalance,
+    gemm_bound_teraflops,
+    operations_per_row,
+    report,
+    require_gpu,
+    write_report,
+)
 from megatoken.analysis.series import totals_over_time
 from megatoken.config import load_run_config
+from megatoken.datasets.lengths import load_lengths
 from megatoken.engine import Engine, Request
 from megatoken.engine.config import SHAPES
 from megatoken.errors import MegatokenError
@@ -28,7 +38,6 @@ from megatoken.harness.run import run_scenario
 from megatoken.runs.run import Run, read_run
 from megatoken.targets.in_process import InProcessBackend
 
-BOUND_SECONDS = 10.0
 NOTE = "unofficial: random weights, prompts of random ids, answers forced to their lengths; not verified by MLCommons"
 
 
@@ -37,7 +46,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(SHAPES), default="llama2-70b")
     parser.add_argument("--precision", choices=["bf16", "fp8"], default="fp8")
     parser.add_argument("--lengths", default="csv", help="IN/OUT tokens of every sample; default: the shipped lengths")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of every sample (default: 0, greedy)")
     parser.add_argument("--samples", type=int, default=6144)
+    parser.add_argument("--bound-seconds", type=float, default=10.0, help="of products before and after (default: 10)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder that receives the run folder")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options, rest = parser.parse_known_args(arguments)
@@ -52,6 +63,22 @@ def fixed_lengths(lengths: str, samples: int, folder: Path) -> Path:
     input_tokens, output_tokens = (int(part) for part in lengths.split("/"))
     path = folder / f"{input_tokens}-{output_tokens}.csv"
     path.write_text("input_tokens,output_tokens\n" + f"{input_tokens},{output_tokens}\n" * samples)
+    return path
+
+
+def drawn_answers(lengths: Path | None, options: argparse.Namespace, folder: Path) -> Path:
+    """The prompts of a table of lengths as JSON lines, whose answers are drawn at ``options.temperature``."""
+    data_set = load_lengths(lengths, vocabulary_size=SHAPES[options.shape].vocabulary_size, max_length=2**20)
+    path = folder / "prompts.jsonl"
+    with path.open("w") as file:
+        for request in islice(cycle(data_set.requests), options.samples):
+            line = {
+                "prompt_token_ids": request.prompt,
+                "max_tokens": request.max_tokens,
+                "temperature": options.temperature,
+                "ignore_end_token": True,
+            }
+            file.write(json.dumps(line) + "\n")
     return path
 
 
@@ -105,8 +132,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "engine.device": "cuda",
             **options.engine,
         }
+        lengths = None
         if options.lengths != "csv":
-            flags["lengths"] = str(fixed_lengths(options.lengths, options.samples, Path(folder)))
+            lengths = fixed_lengths(options.lengths, options.samples, Path(folder))
+        if options.temperature > 0:
+            flags["prompts"] = str(drawn_answers(lengths, options, Path(folder)))
+        elif lengths is not None:
+            flags["lengths"] = str(lengths)
         config = load_run_config(None, flags)
         progress = Progress()
         backend = InProcessBackend(config, progress)
@@ -115,9 +147,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             engine = target.engine
             assert isinstance(engine, Engine)
             first_token_seconds = start(engine)
-            before = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, BOUND_SECONDS)
+            imbalance = expert_imbalance(engine)
+            before = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, options.bound_seconds)
             path = run_scenario(config, prepared.data_set, target, prepared.facts(), progress)
-            after = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, BOUND_SECONDS)
+            after = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, options.bound_seconds)
     run = read_run(path)
     whole = ("output_tokens_per_second", "duration_seconds", "samples_completed", "samples_failed", "output_tokens")
     return {
@@ -125,7 +158,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "shape": options.shape,
         "precision": options.precision,
         "lengths": options.lengths,
+        "temperature": options.temperature,
         "samples": options.samples,
+        "largest_to_mean_rows_of_an_expert": imbalance,
         "verdict": run.verdict,
         "loadgen_output_tokens_per_second": run.result["loadgen_output_tokens_per_second"],
         **{name: run.result[name] for name in whole},
