@@ -108,7 +108,7 @@ def _grouped_product_kernel(
             sum_MN = sum_MN * tl.load(weight_scale + number * N + n, mask=n < N, other=0.0)[None, :]
         if bias is not None:
             sum_MN += tl.load(bias + number * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        if LIMIT:
+        if LIMIT > 0:
             gate, up = tl.split(tl.reshape(sum_MN, (BLOCK_M, BLOCK_N // 2, 2)))
             gate = tl.minimum(gate, LIMIT)
             up = tl.clamp(up, -LIMIT, LIMIT)
