@@ -20,6 +20,11 @@ def qualify(
     baseline: Annotated[
         Path | None, flag("FILE", "Compare with this qualify.json, an earlier qualification of the same machine.")
     ] = None,
+    compare: Annotated[
+        str | None,
+        flag("azure|FILE", "Place every row of this table of published micro-benchmarks next to our values."),
+    ] = None,
+    of: Annotated[Path | None, flag("FILE", "Compare this qualify.json, and test nothing.")] = None,
     disk: Annotated[Path, flag("DIR", "Folder whose disk is tested.")] = Path(),
     out: Annotated[Path, flag("FILE", "File for the JSON document; its HTML page goes next to it.")] = Path(
         "qualify.json"
@@ -27,23 +32,35 @@ def qualify(
     json_only: Json = False,
 ) -> int:
     """Test whether this machine is healthy. Compares it with bounds, published values and an earlier qualification."""
+    from megatoken.analysis.qualify_comparison import compare_with, table_of
     from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, choose, device_here
+    from megatoken.hardware.qualify.references import read_document
     from megatoken.hardware.qualify.session import exit_code
     from megatoken.hardware.qualify.session import qualify as run
     from megatoken.report import check_place, write_document
     from megatoken.report.console import show
 
+    if of is not None and compare is None:
+        raise UsageError("--of: needs --compare; give azure, or a CSV table")
     if quick and full:
         raise UsageError("--quick and --full: give one of them")
     device = device_here()
     chosen = choose(TESTS[device], tests.split(",") if tests else (), full=full)
     setting = replace(SETTINGS[device][full], folder=disk)
     check_place(out, "qualify")
+    if compare is not None:
+        table_of(compare)
     document: dict[str, Any] = {}
     try:
-        with counted("tests") as progress:
-            for document in run(chosen, setting, device, full=full, baseline=baseline, progress=progress):
-                _, page = write_document(document, out)
+        if of is not None:
+            document = dict(read_document(of, "--of"))
+        else:
+            with counted("tests") as progress:
+                for document in run(chosen, setting, device, full=full, baseline=baseline, progress=progress):
+                    _, page = write_document(document, out)
+        if compare is not None:
+            document["comparison"] = compare_with(document, compare)
+            _, page = write_document(document, out)
     except KeyboardInterrupt:
         if not document:
             raise

@@ -31,7 +31,7 @@ MEANING = {
     "NO REFERENCE": "no value failed; nothing is published about this machine, so keep this file as its --baseline",
     "NOT RUN": "a whole test did not run",
 }
-KNOWN = ("answer", "verdict", "tests", "complete", "set", "device", "seconds", "machine")
+KNOWN = ("answer", "verdict", "tests", "complete", "set", "device", "seconds", "machine", "comparison")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
 LEAST_SHARE_DRAWN = 0.001
 
@@ -51,6 +51,7 @@ def qualify_view(document: Document) -> View:
         section("Reasons and notes", *_reasons(tests)),
         section("Roofline", *_roofline(tests)),
         section("Against published values", *_bands(tests)),
+        section("Compared with a published table", *_comparison(document.part("comparison"))),
         section("Share of the bound", *_shares(tests)),
         section("Bounds and sources", _bounds(tests)),
         section("Tests", _tests(tests)),
@@ -207,6 +208,37 @@ def _bands(tests: list[Document]) -> Iterator[Figure]:
     ]
     if found:
         yield band_chart("Measured and published", found)
+
+
+def _comparison(comparison: Document) -> Iterator[Table]:
+    """Every row of a published table next to our value, in the row's unit."""
+    if not comparison.values:
+        return
+    rows: list[tuple[Cell, ...]] = []
+    for row in comparison.parts("rows"):
+        ours, ratio = row.number("ours"), row.number("ratio")
+        rows.append(
+            (
+                row.text("sku"),
+                f"{row.text('benchmark')} {row.text('parameter').replace(';', ' ')}",
+                row.text("unit"),
+                number(row.number("theirs")),
+                "" if ours is None else number(ours),
+                "" if ratio is None else f"{ratio:.2f}",
+                row.text("note"),
+            )
+        )
+    columns = (
+        Column("Part"),
+        Column("Row"),
+        Column("Unit"),
+        Column("Published", numeric=True),
+        Column("Ours", numeric=True),
+        Column("Ours / published", numeric=True),
+        Column("Note"),
+    )
+    measured, of = number(comparison.number("measured")), len(rows)
+    yield Table(f"{comparison.text('table')}: {measured} of {of} rows have a value of ours", columns, tuple(rows))
 
 
 def _bounds(tests: list[Document]) -> Terms:

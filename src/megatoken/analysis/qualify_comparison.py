@@ -1,0 +1,204 @@
+"""A published table of micro-benchmarks next to a qualification: each row with our value in its unit, or why not.
+
+The table has the columns sku, benchmark, parameter (``name=value`` with ``;`` between), value and unit, as the Azure
+AI-benchmarking-guide's results are collected in ``data/azure_guide_microbenchmarks.csv``.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatoken.analysis.qualified import Machine, machine_of, predict
+from megatoken.engine.config import SHAPES, EngineConfig
+from megatoken.errors import MegatokenError, UsageError
+from megatoken.text import is_number
+
+AZURE = "azure"
+TABLE = Path(__file__).parents[1] / "data" / "azure_guide_microbenchmarks.csv"
+COLUMNS = ("sku", "benchmark", "parameter", "value", "unit")
+UNITS = {
+    "TFLOPS": ("operations/s", 1e12),
+    "TFLOP/s": ("operations/s", 1e12),
+    "GFLOP/s": ("operations/s", 1e9),
+    "TB/s": ("bytes/s", 1e12),
+    "GB/s": ("bytes/s", 1e9),
+    "MB/s": ("bytes/s", 1e6),
+    "reads/s": ("bytes/s", 4096.0),
+    "tokens/s": ("tokens/s", 1.0),
+}
+"""What a unit measures, and how much of it is one. Our random reads are of 4 KiB."""
+FORMATS = {"FP8": "fp8", "FP16": "bf16", "BF16": "bf16", "FP32": "fp32"}
+SAME_RATE = {"FP16": "bf16 has the same rate as fp16"}
+STREAM = {"copy": "copy", "mul": "copy", "add": "triad", "triad": "triad", "dot": "read"}
+SAME_BYTES = {"mul": "copy moves the same bytes", "add": "triad moves the same bytes"}
+COPIES = {"h2d": "copy_to_gpu", "d2h": "copy_from_gpu", "d2d_bidirectional_read": "p2p_both_ways"}
+DISK = {
+    "sequential_read": ("disk_sequential_read", "1M"),
+    "sequential_write": ("disk_sequential_write", "1M"),
+    "random_read": ("disk_random_read_32", "4k"),
+}
+MODELS = {"llama3.1-8b": "llama3.1-8b", "llama3-8b": "llama3.1-8b", "llama2-70b": "llama2-70b"}
+MOST_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """Our value for a row of a table: its name in the qualification, or None and why; and what differs."""
+
+    name: str | None
+    note: str = ""
+
+
+def compare_with(document: Mapping[str, Any], table: str) -> dict[str, Any]:
+    """The field ``comparison`` of a qualification: every row of a table (``azure``, or a CSV file) next to our value.
+
+    Raises:
+        UsageError: the file cannot be read, or is another table.
+    """
+    path, table_rows = table_of(table)
+    values = {
+        value["name"]: value
+        for test in document["tests"]
+        for value in test["values"]
+        if value.get("median") is not None
+    }
+    predicted = _Predictions(machine_of(document, "this qualification"))
+    rows = []
+    for row in table_rows:
+        parameters = dict(part.split("=", 1) for part in row["parameter"].split(";") if "=" in part)
+        found = _prediction(parameters) if row["benchmark"].startswith("llm_offline") else None
+        entry: dict[str, Any] = {name: row[name] for name in ("sku", "benchmark", "parameter", "unit")}
+        entry |= {"theirs": float(row["value"]), "ours": None, "ratio": None}
+        unit = row["unit"].partition(" ")[0]
+        if found is not None:
+            rate, note = predicted.rate(*found) if not isinstance(found, str) else (None, found)
+            entry |= {"ours": rate, "name": "predicted rate", "note": note}
+        else:
+            counterpart = counterpart_of(row["benchmark"], parameters)
+            value = values.get(counterpart.name) if counterpart.name else None
+            note = counterpart.note
+            if counterpart.name and value is None:
+                note = f"{counterpart.name} was not measured by these tests" + (f"; {note}" if note else "")
+            if value is not None:
+                entry["ours"] = converted(value["median"], value["unit"], unit)
+            entry |= {"name": counterpart.name, "note": note}
+        if is_number(entry["ours"]) and entry["theirs"]:
+            entry["ratio"] = entry["ours"] / entry["theirs"]
+        rows.append(entry)
+    return {
+        "table": path.name,
+        "rows": rows,
+        "measured": sum(row["ours"] is not None for row in rows),
+        "same_part": sum(row["sku"] == document["device"] and row["ours"] is not None for row in rows),
+    }
+
+
+def converted(value: float, unit: str, wanted: str) -> float:
+    """``value`` of ``unit`` in another unit of the same quantity.
+
+    Raises:
+        UsageError: a unit is unknown, or they measure different things.
+    """
+    for one in (unit, wanted):
+        if one not in UNITS:
+            raise UsageError(f"--compare: unknown unit {one}; known are {', '.join(UNITS)}")
+    (quantity, factor), (other, divisor) = UNITS[unit], UNITS[wanted]
+    if quantity != other:
+        raise UsageError(f"--compare: {unit} and {wanted} measure different things")
+    return value * factor / divisor
+
+
+def counterpart_of(benchmark: str, parameters: Mapping[str, str]) -> Counterpart:
+    """Which value of a qualification measures the same as a row."""
+    if benchmark.startswith("gemm"):
+        dtype = parameters.get("dtype", "")
+        sides = {parameters.get(name) for name in ("m", "n", "k")}
+        if dtype not in FORMATS:
+            return Counterpart(None, f"qualify multiplies no {dtype}")
+        if len(sides) > 1:
+            return Counterpart(None, "not a square; qualify measures squares and the products of decoder layers")
+        return Counterpart(f"gemm_{FORMATS[dtype]}_{sides.pop()}", SAME_RATE.get(dtype, ""))
+    if benchmark in ("hbm_stream", "cpu_stream"):
+        op = parameters.get("op", "")
+        prefix = "hbm" if benchmark == "hbm_stream" else "memory"
+        return Counterpart(f"{prefix}_{STREAM[op]}" if op in STREAM else None, SAME_BYTES.get(op, ""))
+    if benchmark in ("nvbandwidth", "transferbench"):
+        return Counterpart(COPIES.get(parameters.get("direction", "")))
+    if benchmark == "fio":
+        name, block = DISK.get(parameters.get("pattern", ""), (None, ""))
+        size = parameters.get("block_size", "")
+        if name is None:
+            return Counterpart(None, "qualify writes at random places nowhere")
+        return Counterpart(name, "" if size == block else f"blocks of {size}; ours are of {block}")
+    if benchmark.endswith("allreduce_busbw"):
+        return Counterpart(f"all_reduce_{parameters.get('message_bytes')}", "ours: the GPUs of this machine")
+    if benchmark == "attention":
+        return Counterpart(
+            "prompt_attention", "theirs is forward and backward of FlashAttention 2; ours the engine's forward"
+        )
+    return Counterpart(None, "fixed batches of one short answer; qualify has no such test")
+
+
+def table_of(table: str) -> tuple[Path, list[dict[str, str]]]:
+    """The file and the rows of ``azure`` or of a CSV file. Raises as ``read_table``."""
+    path = TABLE if table == AZURE else Path(table)
+    return path, read_table(path)
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a table.
+
+    Raises:
+        UsageError: the file cannot be read, lacks a column, or a value is no number.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"--compare {path}: cannot be read ({error}); give a CSV table, or azure") from error
+    if not rows or any(name not in rows[0] for name in COLUMNS):
+        raise UsageError(f"--compare {path}: expected the columns {', '.join(COLUMNS)}; give such a table, or azure")
+    for number, row in enumerate(rows, 1):
+        try:
+            float(row["value"])
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"--compare {path}: row {number}: value {row['value']!r} is no number; correct it"
+            ) from None
+    return rows
+
+
+def _prediction(parameters: Mapping[str, str]) -> tuple[str, int, int, int] | str:
+    """Model, prompt and answer tokens and requests of a row of rates, or why it cannot be predicted."""
+    model = MODELS.get(parameters.get("model", ""))
+    if model is None:
+        return f"{parameters.get('model')} is no shape of one GPU"
+    if parameters.get("tp") != "1":
+        return f"{parameters.get('tp')} GPUs share the model there; qualify measures one"
+    requests = min(MOST_REQUESTS, int(parameters.get("requests", MOST_REQUESTS)))
+    return model, int(parameters["isl"]), int(parameters["osl"]), requests
+
+
+class _Predictions:
+    """Rates in fp8 that a machine should reach, each computed once."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.rate = cache(lambda *work: _rate(machine, *work))
+
+
+def _rate(machine: Machine, model: str, prompt: int, answer: int, requests: int) -> tuple[float | None, str]:
+    if machine.gpu is None:
+        return None, "their rates are of fp8 on a GPU"
+    config = EngineConfig(precision="fp8")
+    try:
+        shape = SHAPES[model]
+        costs, memory = machine.costs(shape, config), machine.memory(shape, config)
+    except MegatokenError as error:
+        return None, str(error)
+    found = predict(costs, memory, [(prompt, answer)] * requests)
+    return found.output_tokens_per_second, "ours is predicted from the qualification"

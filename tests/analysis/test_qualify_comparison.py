@@ -1,0 +1,100 @@
+"""Published tables next to our values: every row of the Azure guide has a value or a reason, and units are right."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_support import call_here
+from megatoken.analysis.qualify_comparison import compare_with, converted, counterpart_of, table_of
+from megatoken.errors import UsageError
+
+OURS = {
+    "gemm_fp8_4096": (1250.0, "TFLOP/s"),
+    "gemm_bf16_8192": (700.0, "TFLOP/s"),
+    "hbm_copy": (4270.0, "GB/s"),
+    "hbm_triad": (4300.0, "GB/s"),
+    "hbm_read": (4500.0, "GB/s"),
+    "copy_to_gpu": (55.5, "GB/s"),
+    "disk_sequential_read": (2500.0, "MB/s"),
+    "disk_random_read_32": (50_000.0, "reads/s"),
+    "all_reduce_1073741824": (354.0, "GB/s"),
+    "layer_products_fp8_llama3.1-8b_1536": (1000.0, "TFLOP/s"),
+}
+
+
+def document(device: str = "H200") -> dict[str, Any]:
+    values = [{"name": name, "median": one, "unit": unit, "windows": [one]} for name, (one, unit) in OURS.items()]
+    return {
+        "kind": "qualify",
+        "schema_version": 1,
+        "created_at": "2026-11-25T00:00:00Z",
+        "title": "Qualification",
+        "device": device,
+        "verdict": "PASS",
+        "complete": True,
+        "set": "full",
+        "seconds": 1.0,
+        "answer": [],
+        "machine": {"memory": {}},
+        "tests": [{"name": "t", "title": "T", "verdict": "PASS", "fault": None, "seconds": 1.0, "values": values}],
+    }
+
+
+def test_every_row_has_our_value_or_a_reason() -> None:
+    found = compare_with(document(), "azure")
+    rows = found["rows"]
+    assert len(rows) == 450
+    assert all(row["note"] for row in rows if row["ours"] is None)
+    known = {(row["sku"], row["benchmark"], row["parameter"]): row for row in rows}
+    copy = known["H200", "hbm_stream", "op=copy"]
+    assert (copy["unit"], copy["ours"]) == ("TB/s", pytest.approx(4.27))
+    add = known["H200", "hbm_stream", "op=add"]
+    assert (add["ours"], add["note"]) == (pytest.approx(4.3), "triad moves the same bytes")
+    square = known["H200", "gemm_cublaslt", "dtype=FP8;m=4096;n=4096;k=4096"]
+    assert square["ours"] == 1250.0
+    assert square["ratio"] == pytest.approx(1250 / square["theirs"])
+    disk = known["H200", "fio", "pattern=sequential_read;block_size=1M"]
+    assert (disk["unit"], disk["ours"], disk["note"]) == ("GB/s", pytest.approx(2.5), "")
+    reads = known["H200", "fio", "pattern=random_read;block_size=1k"]
+    assert reads["ours"] == pytest.approx(0.2048)
+    reduce = next(row for row in rows if "message_bytes=1073741824" in row["parameter"] and row["sku"] == "GB200")
+    assert reduce["ours"] == 354.0
+    rates = [row for row in rows if row["benchmark"].startswith("llm_offline") and ";tp=1;" in row["parameter"]]
+    assert Counter(row["ours"] is not None for row in rates if "8b" in row["parameter"])[True] >= 6
+    assert all(row["unit"] == "tokens/s (whole replica)" and row["ours"] > 1000 for row in rates if row["ours"])
+    assert found["measured"] == sum(row["ours"] is not None for row in rows) > 90
+
+
+def test_units_are_converted_and_others_refused() -> None:
+    assert converted(1500, "GFLOP/s", "TFLOPS") == 1.5
+    assert converted(0.9, "TB/s", "MB/s") == 900_000
+    for unit, wanted in (("GB/s", "TFLOPS"), ("GB/s", "furlongs")):
+        with pytest.raises(UsageError):
+            converted(1, unit, wanted)
+    assert counterpart_of("gemm_cublaslt", {"dtype": "FP4", "m": "8", "n": "8", "k": "8"}).name is None
+
+
+def test_the_command_compares_a_stored_qualification(tmp_path: Path) -> None:
+    stored, out_file = tmp_path / "qualify.json", tmp_path / "compared.json"
+    stored.write_text(json.dumps(document("A processor, 2 cores")))
+    code, out, err = call_here("qualify", "--compare", "azure", "--of", stored, "--out", out_file)
+    assert (code, err) == (0, "")
+    assert "450 rows have a value of ours" in out
+    assert len(json.loads(out_file.read_text())["comparison"]["rows"]) == 450
+    table = tmp_path / "mine.csv"
+    table.write_text("sku,benchmark,parameter,value,unit\nX,hbm_stream,op=copy,much,TB/s\n")
+    for flags, words in (
+        (("--compare", table), "row 1: value 'much' is no number"),
+        (("--compare", tmp_path / "none"), "give a CSV table, or azure"),
+        (("--of", stored), "needs --compare"),
+        (("--compare", stored), "expected the columns"),
+    ):
+        code, _, err = call_here("qualify", *flags, "--out", out_file)
+        assert (code, len(err.splitlines())) == (2, 1)
+        assert words in err
+    assert table_of("azure")[0].name == "azure_guide_microbenchmarks.csv"
