@@ -51,6 +51,7 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("kernels", "Kernels of the engine", f"{HERE}.cpu_kernels:kernels", twice=True),
         HardwareTest("disk", "Disk", f"{HERE}.disk:disk", twice=True),
         HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_cpu", 90.0),
+        HardwareTest("collectives", "Collectives", f"{HERE}.collectives:on_cpu", 120.0, quick=False),
     ),
     "gpu": (
         HardwareTest("facts", "Health of the GPU", f"{HERE}.facts:on_gpu"),
@@ -67,6 +68,8 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("disk", "Disk", f"{HERE}.disk:disk", quick=False),
         HardwareTest("latency", "Latency of the host", f"{HERE}.latency:latency", quick=False),
         HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_gpu", quick=False),
+        HardwareTest("pairs", "Copies between GPUs", f"{HERE}.gpu_pairs:pairs", quick=False),
+        HardwareTest("collectives", "Collectives", f"{HERE}.collectives:on_gpus", 120.0, quick=False),
     ),
 }
 
