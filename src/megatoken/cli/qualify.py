@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,13 @@ def qualify(
     baseline: Annotated[
         Path | None, flag("FILE", "Compare with this qualify.json, an earlier qualification of the same machine.")
     ] = None,
+    gpus: Annotated[
+        str, flag("first|each|together", "GPUs to test: the first, each in turn, or all at the same time.")
+    ] = "first",
+    rack: Annotated[
+        str | None,
+        flag("auto|HOST:PORT", "Test every node of this Ray cluster at once, then the network between them."),
+    ] = None,
     compare: Annotated[
         str | None,
         flag("azure|FILE", "Place every row of this table of published micro-benchmarks next to our values."),
@@ -34,14 +42,24 @@ def qualify(
     """Test whether this machine is healthy. Compares it with bounds, published values and an earlier qualification."""
     from megatoken.analysis.qualify_comparison import compare_with, table_of
     from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, choose, device_here
+    from megatoken.hardware.qualify.parts import gpus_here, qualify_gpus
     from megatoken.hardware.qualify.references import read_document
     from megatoken.hardware.qualify.session import exit_code
     from megatoken.hardware.qualify.session import qualify as run
+    from megatoken.rack.qualify import qualify_rack
     from megatoken.report import check_place, write_document
     from megatoken.report.console import show
 
     if of is not None and compare is None:
         raise UsageError("--of: needs --compare; give azure, or a CSV table")
+    if gpus not in ("first", "each", "together"):
+        raise UsageError(f"--gpus {gpus}: expected first, each or together")
+    if gpus != "first" and device_here() == "gpu" and not gpus_here():
+        raise UsageError(
+            "--gpus: nvidia-ml-py does not list the GPUs; install it, or name them in CUDA_VISIBLE_DEVICES"
+        )
+    if rack is not None and (baseline is not None or gpus != "first"):
+        raise UsageError("--rack: tests all GPUs of every node against each other; leave out --baseline and --gpus")
     if quick and full:
         raise UsageError("--quick and --full: give one of them")
     device = device_here()
@@ -56,7 +74,17 @@ def qualify(
             document = dict(read_document(of, "--of"))
         else:
             with counted("tests") as progress:
-                for document in run(chosen, setting, device, full=full, baseline=baseline, progress=progress):
+                common: dict[str, Any] = {"full": full, "baseline": baseline, "progress": progress}
+                if rack is not None:
+                    more: dict[str, Any] = {"note": lambda text: print(text, file=sys.stderr), "progress": progress}
+                    documents = qualify_rack(rack, tests.split(",") if tests else (), full=full, **more)
+                elif gpus == "first" or device == "cpu":
+                    documents = run(chosen, setting, device, **common)
+                else:
+                    documents = qualify_gpus(
+                        chosen, setting, device, gpus_here(), together=gpus == "together", **common
+                    )
+                for document in documents:
                     _, page = write_document(document, out)
         if compare is not None:
             document["comparison"] = compare_with(document, compare)

@@ -27,6 +27,19 @@ def steady(setting: Setting) -> Outcomes:
     yield Value("measured_before", "Values measured before", "values", [len(setting.measured)], "")
 
 
+def by_gpu(setting: Setting) -> Outcomes:
+    """The rate of the GPU that this process sees; the third is slower than the others."""
+    visible = os.environ["CUDA_VISIBLE_DEVICES"]
+    yield Value("rate", "Rate", "GB/s", [80.0 if visible == "2" else 100.0 + int(visible)] * 3)
+
+
+def together(setting: Setting) -> Outcomes:
+    """A test of all GPUs at once."""
+    yield Value(
+        "all_gpus", "All", "GPUs", [float(len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")))], ""
+    )
+
+
 def slow(setting: Setting) -> Outcomes:
     """The same rate on a slower machine."""
     yield Value("rate", "Rate", "GB/s", [60.0, 61.0, 59.0], bound=Bound(200.0, "data sheet"))

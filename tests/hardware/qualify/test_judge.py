@@ -161,3 +161,12 @@ def test_a_baseline_that_does_not_fit_is_refused(text: str, words: str, tmp_path
     path.write_text(text)
     with pytest.raises(UsageError, match=words):
         read_baseline(path, "H200")
+
+
+def test_a_drift_between_the_halves_of_the_windows_is_noisy_however_even_each_half_is() -> None:
+    drifted = rate(100.0, 100.2, 99.9, 100.1, 100.0, 94.8, 94.6, 94.9, 94.7, 94.8)
+    assert drifted.spread < 0.05
+    assert drifted.drift == pytest.approx(0.053, abs=0.001)
+    assert is_noisy(drifted, 0.0)
+    assert not is_noisy(rate(100.0, 100.2, 99.9, 100.1, 100.0, 98.9, 99.2, 99.0, 99.1, 99.0), 0.0)
+    assert not is_noisy(rate(100.0), None)

@@ -30,6 +30,7 @@ class HardwareTest:
         limit_seconds: after which the process is ended, in the quick set.
         quick: whether the quick set has it.
         twice: whether it runs again after the others, so that a drift in between shows.
+        whole: whether it is of all GPUs together.
     """
 
     name: str
@@ -38,6 +39,7 @@ class HardwareTest:
     limit_seconds: float = 60.0
     quick: bool = True
     twice: bool = False
+    whole: bool = False
 
 
 TESTS: dict[Device, tuple[HardwareTest, ...]] = {
@@ -68,8 +70,8 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("disk", "Disk", f"{HERE}.disk:disk", quick=False),
         HardwareTest("latency", "Latency of the host", f"{HERE}.latency:latency", quick=False),
         HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_gpu", quick=False),
-        HardwareTest("pairs", "Copies between GPUs", f"{HERE}.gpu_pairs:pairs", quick=False),
-        HardwareTest("collectives", "Collectives", f"{HERE}.collectives:on_gpus", 120.0, quick=False),
+        HardwareTest("pairs", "Copies between GPUs", f"{HERE}.gpu_pairs:pairs", quick=False, whole=True),
+        HardwareTest("collectives", "Collectives", f"{HERE}.collectives:on_gpus", 120.0, quick=False, whole=True),
     ),
 }
 

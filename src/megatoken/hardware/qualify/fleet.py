@@ -97,7 +97,8 @@ def isolate(names: Sequence[str], measure: Measure, *, all_pairs: bool = False) 
     for pair in [pair for pair in rates if is_slow(pair)]:
         try_pairs([pair])
     proven = {name for pair in rates if not is_slow(pair) for name in pair}
-    bad_nodes, undecided = [], []
+    bad_nodes: list[str] = []
+    undecided: list[str] = []
     for suspect in (name for name in names if name not in proven):
         partners = [name for name in names if name in proven]
         met = [name for name in partners if _pair(suspect, name) in rates]

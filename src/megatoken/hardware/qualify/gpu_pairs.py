@@ -1,4 +1,4 @@
-"""Copies between every two GPUs of a machine, one way and both ways, with their data checked; the slow pair is named."""
+"""Copies between every two GPUs, one way and both ways at once, with their data checked; the slow pair is named."""
 
 from __future__ import annotations
 

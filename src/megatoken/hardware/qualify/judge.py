@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatoken.hardware.qualify.references import Band, Earlier
-from megatoken.hardware.qualify.values import NOISY_SPREAD, Outcome, Value
+from megatoken.hardware.qualify.values import NOISY_DRIFT, NOISY_SPREAD, Outcome, Value
 from megatoken.text import number
 
 IMPOSSIBLE_SHARE = 1.02
@@ -48,7 +48,7 @@ def is_noisy(value: Value, core_wait_share: float | None) -> bool:
     """Whether a repetition could differ by more than 5 %; counts of errors never are."""
     if value.better == "zero":
         return False
-    return value.spread > NOISY_SPREAD or (core_wait_share or 0.0) > CONTENTION
+    return value.spread > NOISY_SPREAD or value.drift > NOISY_DRIFT or (core_wait_share or 0.0) > CONTENTION
 
 
 def judge(outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy: bool) -> Judged:

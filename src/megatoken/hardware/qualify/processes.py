@@ -43,15 +43,17 @@ class Ended:
     fault: str | None
 
 
-def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float) -> Ended:
+def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float, gpu: str | None = None) -> Ended:
     """Call a test's function in a process of its own and end it after the limit.
+
+    ``gpu``: the only one that the process sees, as CUDA_VISIBLE_DEVICES names it; None: all.
 
     A test that was slow because it waited for cores is not at fault: it did not run.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(test, setting, limit_seconds, theirs), daemon=True)
+    process = context.Process(target=_work, args=(test, setting, limit_seconds, theirs, gpu), daemon=True)
     process.start()
     began = time.monotonic()  # the first start waits until the server has loaded PyTorch
     starved = CoreWait(process.pid)
@@ -94,11 +96,13 @@ def _end_of(exit_code: int | None) -> str:
     return f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-def _work(test: HardwareTest, setting: Setting, limit_seconds: float, connection: Connection) -> None:
+def _work(test: HardwareTest, setting: Setting, limit_seconds: float, connection: Connection, gpu: str | None) -> None:
     """The test's process. Ctrl-C reaches the parent, which ends this one; the alarm does if the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit_seconds + GRACE_SECONDS)
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     os.dup2(2, 1)  # standard output belongs to the result
     module, _, name = test.function.partition(":")
     fault: str | None = None

@@ -31,6 +31,8 @@ def qualify(
     *,
     full: bool = False,
     baseline: Path | None = None,
+    gpu: str | None = None,
+    suffix: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Run tests and yield the document after each of them, the last one complete.
@@ -41,6 +43,8 @@ def qualify(
         device: which form of the tests.
         full: whether tests may take the time of the full set.
         baseline: ``qualify.json`` of an earlier qualification of this machine.
+        gpu: the only one to test, as CUDA_VISIBLE_DEVICES names it; None: the first.
+        suffix: of this part's names in ``baseline``.
         progress: called with the number of tests that have ended, and of all.
 
     Some tests run a second time after the others, so that a drift of the machine shows in their windows; so does a test
@@ -53,6 +57,8 @@ def qualify(
     part = part_of(machine, device)
     capped = power_cap(machine, part, device)
     earlier = {} if baseline is None else read_baseline(baseline, part)
+    if suffix:
+        earlier = {(name[: -len(suffix)], unit): one for (name, unit), one in earlier.items() if name.endswith(suffix)}
     began = time.monotonic()
     measured: dict[str, float] = {}
     document: dict[str, Any] = {
@@ -73,12 +79,13 @@ def qualify(
             progress(sum(map(len, runs)), sum(map(len, runs)) + len(queue))
         index = queue.popleft()
         limit = tests[index].limit_seconds * (FULL_LIMIT_FACTOR if full else 1)
-        ended = run_alone(tests[index], replace(setting, measured=dict(measured)), limit)
+        shown = None if tests[index].whole else gpu
+        ended = run_alone(tests[index], replace(setting, measured=dict(measured)), limit, shown)
         outcomes = [one.outcome for one in ended.returned]
         measured |= {one.name: one.median for one in outcomes if isinstance(one, Value) and one.windows}
         runs[index].append(ended)
         results = [
-            _test_entry(test, of_test, "" if capped else part, earlier)
+            test_entry(test, of_test, "" if capped else part, earlier)
             for test, of_test in zip(tests, runs, strict=True)
             if of_test
         ]
@@ -132,9 +139,10 @@ def _driver_names() -> list[str]:
     ]
 
 
-def _test_entry(
+def test_entry(
     test: HardwareTest, runs: Sequence[Ended], part: str, earlier: dict[tuple[str, str], Earlier]
 ) -> dict[str, Any]:
+    """A test in the document: the values of all its runs with their verdicts; ``part`` finds published values."""
     values = [_value_entry(one, part, earlier) for one in merged(runs)]
     fault = next((run.fault for run in runs if run.fault is not None), None)
     if fault is None and not values:
@@ -190,6 +198,7 @@ def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str], Earlie
         "better": outcome.better,
         "median": outcome.median if outcome.windows else None,
         "spread": outcome.spread if outcome.windows else None,
+        "drift": outcome.drift if outcome.windows else None,
         "windows": list(outcome.windows),
         "core_wait_share": one.core_wait_share,
         "noisy": noisy,

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 NORMAL_MAD = 1.4826
 """The median distance from the median times this is the standard deviation of normally distributed values."""
-NOISY_SPREAD = 0.05
+NOISY_SPREAD, NOISY_DRIFT = 0.05, 0.025
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,15 @@ class Value:
         if not self.median:
             return 0.0
         return NORMAL_MAD * statistics.median(abs(one - self.median) for one in self.windows) / abs(self.median)
+
+    @property
+    def drift(self) -> float:
+        """Difference between the medians of the first and the second half of the windows, over the median of all."""
+        half = len(self.windows) // 2
+        if not half or not self.median:
+            return 0.0
+        first, second = (statistics.median(part) for part in (self.windows[:half], self.windows[-half:]))
+        return abs(first - second) / abs(self.median)
 
     @property
     def share(self) -> float | None:

@@ -31,7 +31,7 @@ MEANING = {
     "NO REFERENCE": "no value failed; nothing is published about this machine, so keep this file as its --baseline",
     "NOT RUN": "a whole test did not run",
 }
-KNOWN = ("answer", "verdict", "tests", "complete", "set", "device", "seconds", "machine", "comparison")
+KNOWN = ("answer", "verdict", "tests", "complete", "set", "device", "seconds", "machine", "comparison", "parts")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
 LEAST_SHARE_DRAWN = 0.001
 

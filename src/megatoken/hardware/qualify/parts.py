@@ -1,0 +1,162 @@
+"""Several like parts as one qualification: GPUs of a machine or nodes of a rack, and the slow one among them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from megatoken.hardware.nvml import all_gpus, open_nvml
+from megatoken.hardware.qualify.answer import answer
+from megatoken.hardware.qualify.catalog import Device, HardwareTest
+from megatoken.hardware.qualify.fleet import FEWEST, slow_parts
+from megatoken.hardware.qualify.judge import Verdict, worst
+from megatoken.hardware.qualify.processes import Ended, Returned
+from megatoken.hardware.qualify.session import qualify, test_entry
+from megatoken.hardware.qualify.values import Setting, Value
+
+SPREAD = HardwareTest("spread", "Differences between like parts", "")
+MARK = "@"
+
+
+def gpus_here() -> list[str]:
+    """Every GPU that this process may see, as CUDA_VISIBLE_DEVICES names it; empty if that is unknown."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    library = open_nvml()
+    return [] if library is None else [str(index) for index in range(len(all_gpus(library)))]
+
+
+def qualify_gpus(
+    tests: Sequence[HardwareTest],
+    setting: Setting,
+    device: Device,
+    gpus: Sequence[str],
+    *,
+    together: bool,
+    full: bool = False,
+    baseline: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Test every GPU, in turn or all at once, and yield the document of all of them after each test.
+
+    All at once shares the host, its memory and the power of the machine, as real work does. Tests of all GPUs together
+    run once. Other arguments and errors as for ``qualify``.
+    """
+    shared = [test for test in tests if test.whole]
+    own = [test for test in tests if not test.whole]
+    documents: dict[str, dict[str, Any]] = {}
+    done: dict[str, int] = {}
+
+    def of(gpu: str) -> Iterator[dict[str, Any]]:
+        def report(ended: int, _: int) -> None:
+            done[gpu] = ended
+            if progress:
+                progress(sum(done.values()), len(gpus) * len(own) + len(shared))
+
+        chosen = own if gpu != gpus[0] else [*own, *shared]
+        suffix = "" if gpu == gpus[0] else f"{MARK}{gpu}"
+        yield from qualify(
+            chosen, setting, device, full=full, baseline=baseline, gpu=gpu, suffix=suffix, progress=report
+        )
+
+    began = time.monotonic()
+    for gpu, document in _at_once(gpus, of) if together else _in_turn(gpus, of):
+        documents[gpu] = document
+        yield joined(documents, "GPU", expected=len(gpus), seconds=time.monotonic() - began)
+
+
+def _in_turn(
+    names: Sequence[str], of: Callable[[str], Iterator[dict[str, Any]]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in names:
+        for document in of(name):
+            yield name, document
+
+
+def _at_once(
+    names: Sequence[str], of: Callable[[str], Iterator[dict[str, Any]]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    queue: SimpleQueue[tuple[str, dict[str, Any]] | BaseException | None] = SimpleQueue()
+
+    def run(name: str) -> None:
+        try:
+            for document in of(name):
+                queue.put((name, document))
+            queue.put(None)
+        except BaseException as error:
+            queue.put(error)
+
+    for name in names:
+        Thread(target=run, args=(name,), daemon=True).start()
+    left = len(names)
+    while left:
+        one = queue.get()
+        if isinstance(one, BaseException):
+            raise one
+        if one is None:
+            left -= 1
+        else:
+            yield one
+
+
+def joined(
+    documents: Mapping[str, Mapping[str, Any]],
+    kind: str,
+    *,
+    expected: int,
+    seconds: float,
+    more: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """One document of several parts: the tests of all, and how their values differ.
+
+    The first part's tests keep their names; those of the others end in ``@`` and the part. ``kind``: GPU or node.
+    ``more``: tests of all parts together.
+    """
+    (first, document), *others = documents.items()
+    tests = list(document["tests"])
+    for name, other in others:
+        for test in other["tests"]:
+            values = [value | {"name": f"{value['name']}{MARK}{name}"} for value in test["values"]]
+            title = f"{test['title']}, {kind} {name}"
+            tests.append(test | {"name": f"{test['name']}{MARK}{name}", "title": title, "values": values})
+    if len(documents) > 1:
+        tests.append(spread({name: one["tests"] for name, one in documents.items()}, kind))
+    tests += more
+    merged = dict(document) | {
+        "parts": {"kind": kind, "names": list(documents), "first": first},
+        "tests": tests,
+        "seconds": seconds,
+        "verdict": worst([Verdict(test["verdict"]) for test in tests]),
+        "complete": len(documents) == expected and all(one["complete"] for one in documents.values()),
+    }
+    return merged | {"answer": answer(merged)}
+
+
+def spread(tests: Mapping[str, Sequence[Mapping[str, Any]]], kind: str) -> dict[str, Any]:
+    """The entry of a test that compares each value among the parts; of two parts only their ratio is stated."""
+    found: dict[str, dict[str, float]] = {}
+    known: dict[str, Mapping[str, Any]] = {}
+    for name, of_part in tests.items():
+        for test in of_part:
+            for value in test["values"]:
+                if value.get("median") is not None and value["better"] in ("higher", "lower"):
+                    found.setdefault(value["name"], {})[name] = value["median"]
+                    known[value["name"]] = value
+    outcomes = []
+    for name, values in found.items():
+        title, better = known[name]["title"], known[name]["better"]
+        if len(values) >= FEWEST:
+            slow = slow_parts(values, better)
+            note = ", ".join(f"{kind} {part}: {values[part]:.4g} {known[name]['unit']}" for part in slow)
+            outcomes.append(Value(f"slow_{name}", f"{title}: slow {kind}s", f"{kind}s", [len(slow)], "zero", note=note))
+        elif len(values) == 2:
+            lowest, highest = sorted(values.values())
+            ratio = lowest / highest if highest else 1.0
+            outcomes.append(Value(f"ratio_{name}", f"{title}: lower over higher", "ratio", [ratio], ""))
+    ended = Ended(tuple(Returned(outcome, None) for outcome in outcomes), 0.0, None)
+    return test_entry(SPREAD, [ended], "", {})
