@@ -9,6 +9,7 @@ import time
 import torch
 
 from megatoken.errors import CapacityError
+from megatoken.hardware.qualify.disk import disk
 from megatoken.hardware.qualify.exact import (
     different_elements,
     fill_pattern,
@@ -17,6 +18,7 @@ from megatoken.hardware.qualify.exact import (
     wrong_rows,
     wrong_words,
 )
+from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 
 
@@ -25,6 +27,28 @@ def steady(setting: Setting) -> Outcomes:
     yield Value("rate", "Rate", "GB/s", [100.0, 101.0, 99.0], bound=Bound(200.0, "data sheet"))
     yield Value("errors", "Errors", "errors", [0], "zero")
     yield Value("measured_before", "Values measured before", "values", [len(setting.measured)], "")
+
+
+def real_disk(setting: Setting) -> Outcomes:
+    """The disk that the tests run on."""
+    yield from disk(setting)
+
+
+def slow_disk(setting: Setting) -> Outcomes:
+    """The same disk, each of whose reads takes 20 ms longer."""
+    read = os.preadv
+
+    def slowly(*arguments: object) -> int:
+        time.sleep(0.02)
+        return read(*arguments)  # type: ignore[arg-type]
+
+    os.preadv = slowly
+    yield from disk(setting)
+
+
+def busy_core(setting: Setting) -> Outcomes:
+    """Counts on one core, for as long as the setting says."""
+    yield Value("count", "Counting", "GFLOP/s", rates(1.0, call_seconds(lambda: sum(range(10_000)), setting)))
 
 
 def by_gpu(setting: Setting) -> Outcomes:

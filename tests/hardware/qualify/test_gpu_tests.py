@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from stand_in_nvml import StandInNvml
 
 pytest.importorskip("triton")
 from megatoken.hardware.qualify import (
+    collectives,
     exact,
     facts,
     gpu_kernels,
@@ -76,6 +78,36 @@ def test_zeros_are_zeros_and_the_ratio_is_of_both_rates(tiny: Setting) -> None:
     assert ratio.windows[0] == pytest.approx(random.windows[0] / zero.windows[0])
 
 
+def test_products_in_other_formats_are_rated_and_int8_is_exact(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_products, "gpu_seconds", lambda run, setting: [run() is None or 1e-3])
+    found = values(gpu_products.formats, tiny)
+    assert list(found) == ["gemm_fp32_64", "gemm_tf32_64", "gemm_int8_64", "exact_int8"]
+    tf32, wrong = found["gemm_tf32_64"], found["exact_int8"]
+    assert isinstance(tf32, Value) and tf32.bound and tf32.bound.value == 494.5
+    assert isinstance(wrong, Value) and wrong.windows == [0]
+
+
+def test_a_gpu_without_a_link_that_the_others_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = StandInNvml()
+    answer = library.nvmlDeviceGetFieldValues
+    monkeypatch.setattr(
+        library,
+        "nvmlDeviceGetFieldValues",
+        lambda gpu, wanted: _fewer_links(answer(gpu, wanted), wanted, gpu),
+        raising=False,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    (links,) = collectives._links(2)
+    assert isinstance(links, Value) and (links.windows, links.note) == ([2], "GPU 1 lacks 2")
+
+
+def _fewer_links(answers: list[Any], wanted: list[Any], gpu: int) -> list[Any]:
+    for answer, field in zip(answers, wanted, strict=True):
+        if field == 91 and gpu == 1:
+            answer.value.dVal = 16
+    return answers
+
+
 def test_memory_is_rated_by_the_bytes_of_each_pattern(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory, "gpu_seconds", lambda run, setting: [run() or 1e-3])
     found = values(gpu_memory.hbm, replace(tiny, buffer_bytes=2**16))
@@ -87,12 +119,17 @@ def test_memory_is_rated_by_the_bytes_of_each_pattern(tiny: Setting, monkeypatch
 
 
 def test_kernels_of_the_engine_run(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SEQUENCES": 2, "CONTEXT": 64, "HEADS": 8, "HEAD_DIM": 32}.items():
+    for name, value in {"SEQUENCES": 2, "CONTEXT": 64, "HEADS": 8, "HEAD_DIM": 32, "PROMPTS": 1}.items():
         monkeypatch.setattr(gpu_kernels, name, value)
-    for name, value in {"KV_HEADS": 1, "TOKENS": 2, "HIDDEN": 64, "FEED_FORWARD": 64}.items():
+    for name, value in {"KV_HEADS": 1, "TOKENS": 2, "HIDDEN": 64, "FEED_FORWARD": 64, "PROMPT_TOKENS": 32}.items():
         monkeypatch.setattr(gpu_kernels, name, value)
     monkeypatch.setattr(gpu_kernels, "gpu_seconds", lambda run, setting: [run() is None or 1e-3])
-    assert list(values(gpu_kernels.kernels, tiny)) == ["decode_attention", "add_rms_norm", "silu_mul"]
+    assert list(values(gpu_kernels.kernels, tiny)) == [
+        "decode_attention",
+        "prompt_attention",
+        "add_rms_norm",
+        "silu_mul",
+    ]
 
 
 def test_exact_products_in_fp8_and_bf16_are_exact(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

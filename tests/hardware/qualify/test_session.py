@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +92,33 @@ def test_a_slow_value_fails_against_the_baseline_of_the_same_machine(tiny: Setti
     if not test["values"][0]["noisy"]:  # other work on this machine
         assert test["verdict"] == "FAIL"
         assert "the baseline had 100 GB/s" in test["values"][0]["reason"]
+
+
+def test_a_slow_disk_is_named(tiny: Setting, tmp_path: Path) -> None:
+    if run("real_disk", setting=tiny)["verdict"] == "NOT RUN":
+        pytest.skip("this file system has no O_DIRECT")
+    saved = tmp_path / "earlier.json"
+    saved.write_text(to_json(run("real_disk", setting=tiny)))
+    (test,) = run("slow_disk", setting=tiny, baseline=saved)["tests"]
+    slow = {value["name"] for value in test["values"] if value["verdict"] in ("FAIL", "MARGINAL")}
+    assert {"disk_sequential_read", "disk_random_read_1"} <= slow
+
+
+@pytest.mark.timing
+def test_a_busy_neighbour_is_seen_and_not_taken_for_a_fault(tiny: Setting) -> None:
+    longer = replace(tiny, seconds=0.6, windows=6)
+    cores = os.cpu_count() or 1
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * cores)]
+    try:
+        document = run("busy_core", setting=longer)
+    finally:
+        for process in busy:
+            process.kill()
+            process.communicate()
+    (value,) = document["tests"][0]["values"]
+    assert value["core_wait_share"] > 0.05
+    assert value["noisy"] and document["verdict"] != "FAIL"
+    assert "waited for a core" in document["answer"][2]
 
 
 def test_a_value_that_is_slow_once_is_noisy_and_no_fault(tiny: Setting, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatoken.engine.ops import fused, paged_attention
+from megatoken.engine.ops import fused, paged_attention, prompt_attention
 from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
@@ -12,6 +12,7 @@ from megatoken.hardware.specification import data_sheet
 
 SEQUENCES, CONTEXT, PAGE_SIZE = 900, 512, 32
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
+PROMPTS, PROMPT_TOKENS = 8, 4096
 TOKENS, HIDDEN, FEED_FORWARD = 4096, 8192, 28_672
 
 
@@ -46,6 +47,32 @@ def kernels(setting: Setting) -> Outcomes:
     title = f"Decode attention, {SEQUENCES} sequences of {CONTEXT} tokens, fp8 cache"
     rate = rates((k.nbytes + v.nbytes) / 1e9, gpu_seconds(attention, setting))
     yield Value("decode_attention", title, "GB/s", rate, bound=bound)
+
+    starts = torch.arange(0, (PROMPTS + 1) * PROMPT_TOKENS, PROMPT_TOKENS, dtype=torch.int32, device=DEVICE)
+    contexts = torch.full((PROMPTS,), PROMPT_TOKENS, dtype=torch.int32, device=DEVICE)
+    prompt_pages = torch.randperm(pages, device=DEVICE).int()[: PROMPTS * PROMPT_TOKENS // PAGE_SIZE].view(PROMPTS, -1)
+    prompt_queries = torch.randn(PROMPTS * PROMPT_TOKENS, HEADS, HEAD_DIM, dtype=BF16, device=DEVICE)
+    prompt_out = torch.empty_like(prompt_queries)
+
+    def prompts() -> None:
+        prompt_attention.chunk_attention(
+            prompt_queries,
+            k,
+            v,
+            prompt_pages,
+            starts,
+            contexts,
+            prompt_out,
+            softmax_scale=HEAD_DIM**-0.5,
+            longest_chunk=PROMPT_TOKENS,
+            max_context=PROMPT_TOKENS,
+        )
+
+    operations = 4 * PROMPTS * PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2 * HEADS * HEAD_DIM
+    title = f"Prompt attention, {PROMPTS} prompts of {PROMPT_TOKENS:,} tokens, fp8 cache"
+    rate = rates(operations / 1e12, gpu_seconds(prompts, setting))
+    most = None if sheet is None else Bound(sheet.operations_per_second["bf16"] / 1e12, "data sheet, dense bf16")
+    yield Value("prompt_attention", title, "TFLOP/s", rate, bound=most)
 
     scale = torch.ones(1, device=DEVICE)
     delta = torch.zeros(TOKENS, HIDDEN, dtype=BF16, device=DEVICE)

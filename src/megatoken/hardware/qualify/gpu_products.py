@@ -77,6 +77,38 @@ def gemm(setting: Setting) -> Outcomes:
 
 
 @torch.inference_mode()
+def formats(setting: Setting) -> Outcomes:
+    """The largest square that the quick set has, in fp32, tf32 and int8, which the engine does not use."""
+    sheet = _start()
+    side = setting.sides[min(len(setting.sides), 2) - 1]
+    work = 2e-12 * side**3
+    bf16 = None if sheet is None else sheet.operations_per_second.get("bf16")
+    left, right = torch.randn(side, side, device=DEVICE), torch.randn(side, side, device=DEVICE)
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for name, tf32, bound in (
+            ("fp32", False, None),
+            ("tf32", True, bf16 and Bound(bf16 / 2e12, "half of the data sheet's dense bf16", certain=False)),
+        ):
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            rate = rates(work, gpu_seconds(lambda: torch.mm(left, right), setting))
+            yield Value(f"gemm_{name}_{side}", f"{name} product of side {side:,}", "TFLOP/s", rate, bound=bound or None)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    a, b = (torch.randint(-128, 128, (side, side), dtype=torch.int8, device=DEVICE) for _ in range(2))
+    bound = bf16 and Bound(bf16 / 5e11, "twice the data sheet's dense bf16", certain=False)
+    rate = rates(work, gpu_seconds(lambda: torch._int_mm(a, b.t()), setting))
+    yield Value(f"gemm_int8_{side}", f"int8 product of side {side:,}", "TOP/s", rate, bound=bound or None)
+    wrong = int((torch._int_mm(a, b.t())[:16].cpu() != _exact_int_product(a[:16].cpu(), b.cpu())).sum())
+    yield Value("exact_int8", "int8 products of whole numbers, 16 rows", "wrong", [wrong], "zero")
+
+
+def _exact_int_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """In fp64, which holds every sum of products of int8."""
+    return (a_MK.double() @ b_NK.double().t()).to(torch.int32)
+
+
+@torch.inference_mode()
 def layer_products(setting: Setting) -> Outcomes:
     """The four products of a layer in fp8, back to back over distinct layers, as steps do them."""
     sheet = _start()

@@ -67,7 +67,8 @@ def qualify_gpus(
     began = time.monotonic()
     for gpu, document in _at_once(gpus, of) if together else _in_turn(gpus, of):
         documents[gpu] = document
-        yield joined(documents, "GPU", expected=len(gpus), seconds=time.monotonic() - began)
+        ordered = {name: documents[name] for name in gpus if name in documents}
+        yield joined(ordered, "GPU", expected=len(gpus), seconds=time.monotonic() - began)
 
 
 def _in_turn(

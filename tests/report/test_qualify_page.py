@@ -1,0 +1,95 @@
+"""The page of a qualification: roofline with what was measured under it, and published ranges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from megatoken.report.documents import checked
+from megatoken.report.page import page
+from megatoken.report.roofline import Point, roofline_chart
+from megatoken.report.views import document_view
+
+CPU = {
+    "memory_read": (20.0, "GB/s"),
+    "gemm_fp32_1024_all_cores": (150.0, "GFLOP/s"),
+    "layer_products_fp32_1": (18.0, "GB/s"),
+    "layer_products_fp32_64": (110.0, "GFLOP/s"),
+    "decode_attention": (6.0, "GB/s"),
+    "decode_step": (70.0, "ms"),
+}
+GPU = {
+    "hbm_read": (4300.0, "GB/s"),
+    "gemm_bf16_8192": (700.0, "TFLOP/s"),
+    "gemm_fp8_8192": (1260.0, "TFLOP/s"),
+    "layer_products_fp8_llama2-70b_64": (230.0, "TFLOP/s"),
+    "layer_products_fp8_llama2-70b_1536": (1200.0, "TFLOP/s"),
+    "decode_attention": (3700.0, "GB/s"),
+    "decode_step": (6.0, "ms"),
+}
+
+
+def document(values: dict[str, tuple[float, str]], step: str, band: dict[str, Any] | None) -> dict[str, Any]:
+    entries = [
+        {
+            "name": name,
+            "title": step if name == "decode_step" else name,
+            "unit": unit,
+            "better": "higher",
+            "median": median,
+            "spread": 0.01,
+            "noisy": False,
+            "band": band if name == "hbm_read" else None,
+            "verdict": "PASS",
+            "reason": "",
+            "note": "",
+        }
+        for name, (median, unit) in values.items()
+    ]
+    test = {"name": "t", "title": "T", "verdict": "PASS", "fault": None, "seconds": 1.0, "runs": 1, "values": entries}
+    return {
+        "kind": "qualify",
+        "schema_version": 1,
+        "created_at": "2026-11-25T00:00:00Z",
+        "title": "Qualification of X",
+        "inputs": [],
+        "notes": [],
+        "set": "quick",
+        "device": "X",
+        "machine": {},
+        "complete": True,
+        "seconds": 1.0,
+        "verdict": "PASS",
+        "answer": ["No fault was found."],
+        "tests": [test],
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "step", "points"),
+    [
+        (CPU, "Decode step of 125m fp32, 16 sequences", 4),
+        (GPU, "Decode step of llama3.1-8b fp8, 256 sequences", 4),
+    ],
+)
+def test_the_page_has_a_roofline_with_steps_as_points(
+    values: dict[str, tuple[float, str]], step: str, points: int
+) -> None:
+    band = {"lowest": 4000.0, "highest": 4500.0, "sources": ["somewhere"]}
+    made = page(document_view(checked(document(values, step, band), "qualify.json")))
+    assert "Roofline, measured" in made
+    assert made.count('r="3.2"') == points
+    assert step in made
+    assert ("Measured and published" in made) is (values is GPU)
+    assert made.count('r="3.6"') == (values is GPU)
+
+
+def test_points_under_the_roof_are_drawn_below_it() -> None:
+    points = [Point("memory bound", 0.5, 9e9), Point("compute bound", 100.0, 90e9)]
+    figure = roofline_chart("Roofline", 20e9, [("fp32", 100e9)], points)
+    shares = [row[4] for row in figure.data.rows]
+    assert shares == ["90", "90"]
+    assert "nan" not in figure.drawing
+    assert all(math.isfinite(float(part)) for part in figure.drawing.split('cy="')[1].split('"')[:1])
