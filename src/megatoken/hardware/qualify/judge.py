@@ -14,6 +14,8 @@ IMPOSSIBLE_SHARE = 1.02
 MARGIN = 0.05
 SPREADS = 3
 """A difference from a baseline within so many spreads is noise."""
+MOST_TOLERANCE = 0.5
+"""However noisy two values are, half of the rate is no noise."""
 CONTENTION = 0.05
 """Share of its time that a value waited for cores, above which it counts as noisy."""
 
@@ -85,7 +87,7 @@ def _against_band(value: Value, band: Band) -> Judged:
 
 
 def _against_earlier(value: Value, earlier: Earlier) -> Judged:
-    tolerance = max(MARGIN, SPREADS * math.hypot(value.spread, earlier.spread))
+    tolerance = min(MOST_TOLERANCE, max(MARGIN, SPREADS * math.hypot(value.spread, earlier.spread)))
     limit = earlier.median * (1 + tolerance if value.better == "lower" else 1 - tolerance)
     return _graded(value, limit, tolerance, f"the baseline had {number(earlier.median)} {value.unit}")
 
