@@ -92,28 +92,33 @@ class EngineSection(Section):
     prefix_cache: bool = Field(default=False, description="compute equal beginnings of prompts once")
 
 
-class RackSection(Section):
-    """How ``megatoken run`` uses several machines or GPUs through Ray. Null cluster: the engine in this process."""
+class ReplicasSection(Section):
+    """Copies of the model on several machines or GPUs. Null cluster: the engine in one process."""
 
     cluster: Text | None = Field(
         default=None, description="Ray cluster: auto, or host:port; null: no rack, one engine in this process"
     )
-    count: Literal["one_sut", "per_node"] = Field(
-        default="one_sut", description="one LoadGen for all nodes, or one per node with the results added up"
-    )
     replicas: Count | None = Field(
         default=None, le=100_000, description="copies of the model; null: one per GPU, without GPUs one per node"
+    )
+    dead_after_seconds: Rate = Field(
+        default=8.0, ge=0.5, lt=1e6, description="silence, or length of one step, after which a replica counts as lost"
+    )
+    reconnect_seconds: Seconds = Field(default=30.0, description="how long a lost replica may take to reconnect")
+    wait_seconds: Seconds = Field(default=60.0, description="how long a rack without replicas waits for one")
+
+
+class RackSection(ReplicasSection):
+    """How ``megatoken run`` uses several machines or GPUs through Ray."""
+
+    count: Literal["one_sut", "per_node"] = Field(
+        default="one_sut", description="one LoadGen for all nodes, or one per node with the results added up"
     )
     simulated_gpu: Text | None = Field(
         default=None, description="GPU that every replica simulates with a cost model; null: replicas compute"
     )
     simulated_nodes: Count = Field(default=18, le=1000, description="nodes to simulate, each a process")
     simulated_gpus: Count = Field(default=4, le=64, description="GPUs of a simulated node")
-    dead_after_seconds: Rate = Field(
-        default=8.0, ge=0.5, lt=1e6, description="silence, or length of one step, after which a replica counts as lost"
-    )
-    reconnect_seconds: Seconds = Field(default=30.0, description="how long a lost replica may take to reconnect")
-    wait_seconds: Seconds = Field(default=60.0, description="how long a rack without replicas waits for one")
     replace: bool = Field(default=True, description="restart lost replicas, and start replicas on nodes that join")
 
 
@@ -285,8 +290,8 @@ def load_run_config(
     Raises:
         ConfigError: an unknown key (with the nearest right one), a bad value or an unreadable file, with its place.
     """
-    settings = _read_yaml(path) if path is not None else {}
-    settings |= _rack_settings(rack) | _slo_settings(slo) | _from_flags(flags)
+    settings = _read_yaml(path, KEYS) if path is not None else {}
+    settings |= _rack_settings(rack, KEYS) | _slo_settings(slo) | _from_flags(flags)
     inputs = [
         settings[key].place for key in ("prompts", "lengths") if key in settings and settings[key].value is not None
     ]
@@ -312,9 +317,9 @@ def load_answer_config(flags: Mapping[str, str | None]) -> AnswerConfig:
     return load_flags(AnswerConfig, flags)
 
 
-def load_flags(schema: type[_Schema], flags: Mapping[str, str | bool | None]) -> _Schema:
-    """Loads the settings of a schema: defaults, overridden by flags. Raises ConfigError."""
-    return _checked(schema, _from_flags(flags))
+def load_flags(schema: type[_Schema], flags: Mapping[str, str | bool | None], rack: str | None = None) -> _Schema:
+    """Loads settings: defaults, overridden by ``rack`` as for a run, overridden by flags. Raises ConfigError."""
+    return _checked(schema, _rack_settings(rack, keys_of(schema)) | _from_flags(flags))
 
 
 def flag_key(flag: str) -> str:
@@ -344,20 +349,20 @@ def keys_of(schema: type[Section]) -> dict[str, Key]:
 
 
 KEYS = keys_of(RunConfig)
-_SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
 _GIVE_YAML = "give a YAML file of settings; a model is given with --model, prompts with --prompts"
 _NULL = "tag:yaml.org,2002:null"
 _PLAIN_KINDS = ("bool", "int", "float", "str")
 _PLAIN_TAGS = {_NULL, *(f"tag:yaml.org,2002:{kind}" for kind in _PLAIN_KINDS)}
 
 
-def _read_yaml(path: Path, section: str = "") -> dict[str, _Setting]:
+def _read_yaml(path: Path, keys: Mapping[str, Key], section: str = "") -> dict[str, _Setting]:
     root = compose(path, "give auto, host:port or a YAML file" if section else _GIVE_YAML)
-    return {} if root is None else dict(_settings(root, str(path), section))
+    return {} if root is None else dict(_settings(root, str(path), keys, section))
 
 
-def _settings(root: yaml.Node, file: str, section: str) -> Iterator[tuple[str, _Setting]]:
+def _settings(root: yaml.Node, file: str, keys: Mapping[str, Key], section: str) -> Iterator[tuple[str, _Setting]]:
     seen: set[str] = set()
+    sections = {key.rpartition(".")[0] for key in keys} - {""}
 
     def walk(node: yaml.Node, section: str) -> Iterator[tuple[str, _Setting]]:
         if not isinstance(node, yaml.MappingNode):
@@ -374,13 +379,13 @@ def _settings(root: yaml.Node, file: str, section: str) -> Iterator[tuple[str, _
             if key in seen:
                 raise ConfigError(f"{place}: key '{key}' is given twice; keep one")
             seen.add(key)
-            if key in KEYS:
+            if key in keys:
                 yield key, _Setting(_as_typed(value_node, f"{place}: {key}"), place)
-            elif key in _SECTIONS:
+            elif key in sections:
                 yield from walk(value_node, key)
             else:
-                meant = nearest(FLAG_ALIASES.get(key, key), [*KEYS, *_SECTIONS])
-                fix = f"did you mean {meant}?" if meant else "see megatoken run --help"
+                meant = nearest(FLAG_ALIASES.get(key, key), [*keys, *sections])
+                fix = f"did you mean {meant}?" if meant else "see the command's --help"
                 raise ConfigError(f"{place}: unknown key '{key}'; {fix}")
 
     yield from walk(root, section)
@@ -399,16 +404,16 @@ def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _NULL
 
 
-def _rack_settings(rack: str | None) -> dict[str, _Setting]:
+def _rack_settings(rack: str | None, keys: Mapping[str, Key]) -> dict[str, _Setting]:
     if rack is None:
         return {}
     if rack == "auto" or (":" in rack and not Path(rack).exists()):
         return {"rack.cluster": _Setting(rack, "--rack")}
-    return {"rack.cluster": _Setting("auto", "--rack")} | _read_yaml(Path(rack), "rack")
+    return {"rack.cluster": _Setting("auto", "--rack")} | _read_yaml(Path(rack), keys, "rack")
 
 
 def _slo_settings(slo: Path | None) -> dict[str, _Setting]:
-    return {} if slo is None else _read_yaml(slo, "limits")
+    return {} if slo is None else _read_yaml(slo, KEYS, "limits")
 
 
 def _from_flags(flags: Mapping[str, str | bool | None]) -> dict[str, _Setting]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatoken.cli.flags import FLAGS, MODEL_KEYS, SchemaCommand, flag
+from megatoken.cli.flags import FLAGS, MODEL_KEYS, Rack, SchemaCommand, flag
 
 if TYPE_CHECKING:
     from megatoken.config import Key
@@ -38,6 +38,7 @@ def serve(
     json: Annotated[bool, typer.Option("--json", help="Write log lines as JSON.")] = False,
     random_weights: Annotated[bool, typer.Option("--random-weights", help=MODEL_KEYS["random-weights"][1])] = False,
     precision: Annotated[str | None, flag("fp32|bf16|fp8", MODEL_KEYS["precision"][1])] = None,
+    rack: Rack = None,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API."""
     from megatoken.serve.options import load_serve_config
@@ -53,4 +54,4 @@ def serve(
         "random-weights": random_weights or None,
         "precision": precision,
     }
-    return serve(load_serve_config(declared | ctx.meta[FLAGS]))
+    return serve(load_serve_config(declared | ctx.meta[FLAGS], rack))

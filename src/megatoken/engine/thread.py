@@ -26,6 +26,7 @@ class Step:
     events: list[TokenEvent]  # of requests that were submitted, not streamed
     began_ns: int
     ended_ns: int
+    engine: str = "0"  # which one, where there are several
 
 
 class EngineThread:

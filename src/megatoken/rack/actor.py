@@ -40,6 +40,7 @@ class WorkerSpec:
         dead_after_seconds: silence after which the other side counts as gone.
         reconnect_seconds: how long a worker tries to reconnect to the driver.
         driver_host: name of the driver's machine.
+        server: settings of a server whose replicas these are, as JSON.
     """
 
     model: str
@@ -52,6 +53,7 @@ class WorkerSpec:
     dead_after_seconds: float
     reconnect_seconds: float
     driver_host: str
+    server: str = ""
 
 
 class WorkerActor:
@@ -68,11 +70,7 @@ class WorkerActor:
         """
         self._spec = WorkerSpec(**json.loads(spec))
         self._count = engines
-        engine = self._spec.engine
-        if threads is not None and engine.get("threads") is None:
-            engine["threads"] = threads
-        if neighbours > 1 and engine.get("memory_bytes") is None:
-            engine["memory_bytes"] = psutil.virtual_memory().available // neighbours
+        share_node(self._spec.engine, threads, neighbours)
         if socket.gethostname() == self._spec.driver_host:
             os.nice(NICENESS_BESIDE_DRIVER)
 
@@ -132,6 +130,14 @@ class WorkerActor:
         if spec.simulated_gpu is not None:
             return Engine.simulated(spec.model, config, spec.simulated_gpu, stream=spec.streams)
         return Engine(spec.model, config, random_weights=spec.random_weights, seed=spec.seed)
+
+
+def share_node(engine: dict[str, Any], threads: int | None, neighbours: int) -> None:
+    """Sets what fields of ``EngineConfig`` leave open to an engine's part of its node; arguments as of the actor."""
+    if threads is not None and engine.get("threads") is None:
+        engine["threads"] = threads
+    if neighbours > 1 and engine.get("memory_bytes") is None:
+        engine["memory_bytes"] = psutil.virtual_memory().available // neighbours
 
 
 def _answer(question: Callable[[], dict[str, Any]]) -> str:

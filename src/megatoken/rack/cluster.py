@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megatoken import __version__
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.rack.actor import WorkerActor, WorkerSpec
 from megatoken.rack.address import REACH_SECONDS, START, check_token, find_cluster
-from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Slot, name_nodes
+from megatoken.rack.records import Place
 from megatoken.rack.wire import KEY_BYTES
 
 NAMESPACE = "megatoken"
@@ -44,6 +44,21 @@ class Process:
     away_since: float | None = None  # when its connection was lost while it served
 
 
+class Driver(Protocol):
+    """What processes connect to: the hub of a run, or the router of a server."""
+
+    address: tuple[str, int]
+
+    def register(self, worker: int, places: Sequence[Place]) -> None:
+        """Let the process with that number connect, which has replicas at ``places``."""
+
+    def unregister(self, worker: int, cause: str) -> None:
+        """Remove that process and refuse it from now on."""
+
+    def connected(self) -> set[int]:
+        """Numbers of the processes that serve now."""
+
+
 class Lease:
     """A named actor that the one driver of a cluster holds: a name in Ray can be taken once."""
 
@@ -58,15 +73,17 @@ class Lease:
 class Cluster:
     """A driver's hold on a Ray cluster. After ``start`` a thread watches it."""
 
-    def __init__(self, address: str, note: Callable[[str], None]) -> None:
+    def __init__(self, address: str, note: Callable[[str], None], actor: type[WorkerActor] = WorkerActor) -> None:
         """Connects; ``auto`` without a cluster starts a local one that listens on 127.0.0.1 only.
 
-        ``address``: ``auto`` or host:port. ``note`` is called with messages about events of the cluster.
+        ``address``: ``auto`` or host:port. ``note`` is called with messages about events of the cluster. ``actor``: the
+        processes to start.
 
         Raises:
             UsageError: Ray is missing, no cluster answers, or another driver holds this one.
         """
         self._note = note
+        self._actor = actor
         found = find_cluster(address, note)
         environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         if found is not None:
@@ -86,7 +103,7 @@ class Cluster:
         self._names: dict[str, str] = {}  # of nodes, by Ray's id
         self._unplaced: list[Any] = []
         self._next = 0
-        self._hub: Hub | None = None
+        self._hub: Driver | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -136,7 +153,7 @@ class Cluster:
             process.facts |= self._answer_of(process)
         return [process.facts for process in processes]
 
-    def serve(self, hub: Hub, key: bytes, replan: Callable[[Sequence[Node]], Sequence[Slot]], replace: bool) -> None:
+    def serve(self, hub: Driver, key: bytes, replan: Callable[[Sequence[Node]], Sequence[Slot]], replace: bool) -> None:
         """Connects every process to ``hub``, waits until all are, and watches from now on.
 
         ``key``: secret of this run, which the hub knows. ``replan``: the slots that the nodes alive now should have.
@@ -243,7 +260,7 @@ class Cluster:
         labels = [{"ray.io/node-id": slot.node.ray_id}]
         group = placement_group([slot.bundle], strategy="STRICT_PACK", bundle_label_selector=labels)
         actor = (
-            ray.remote(WorkerActor)
+            ray.remote(self._actor)
             .options(
                 num_cpus=slot.cpus,
                 num_gpus=slot.gpus,

@@ -63,6 +63,12 @@ class Wanted:
     threads: int | None = None
 
 
+def wanted_on(nodes: Sequence[Node], replicas: int | None, ranks: int, device: str, threads: int | None) -> Wanted:
+    """What a user asks of these nodes. ``device`` is the engine's: ``auto`` takes GPUs if a node has one."""
+    on_gpus = device == "cuda" or (device == "auto" and any(node.gpus for node in nodes))
+    return Wanted(replicas, ranks, on_gpus, threads)
+
+
 def name_nodes(found: Sequence[Node], known: dict[str, str]) -> list[Node]:
     """The nodes under distinct names, sorted by name; of nodes with equal names, later ones get numbers.
 

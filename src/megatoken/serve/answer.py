@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
 from megatoken.engine.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from megatoken.engine.text_stream import TextStream
@@ -16,6 +16,7 @@ from megatoken.errors import MegatokenError
 from megatoken.serve import frames
 from megatoken.serve.engine_client import EngineClient, Refused
 from megatoken.serve.exchange import Exchange
+from megatoken.serve.messages import StartedOver
 from megatoken.serve.request_errors import ApiError, as_api_error
 from megatoken.serve.tenants import DEFAULT_TENANT
 
@@ -74,6 +75,8 @@ class Choice:
         "_can_stop",
         "_ending",
         "_text",
+        "_tokenizer",
+        "cached_tokens",
         "ended",
         "index",
         "request",
@@ -87,15 +90,13 @@ class Choice:
         self._answer = answer
         self._ending = ending
         self._can_stop = bool(ending.stop)
-        self._text: TextStream | _IdText = _IdText()
-        if tokenizer is not None:
-            self._text = TextStream(
-                tokenizer, ending.stop, ending.include_stop, ending.keep_special, min_tokens=ending.min_tokens
-            )
+        self._tokenizer = tokenizer
+        self._text = self._new_text()
         self.index = index
         self.request = request
         self.request_id: int | None = None
         self.ended = False
+        self.cached_tokens = 0
         self.write_text: Callable[[str], None] | None = None
 
     def on_event(self, event: TokenEvent) -> None:
@@ -118,6 +119,10 @@ class Choice:
     def _take(self, event: TokenEvent) -> None:
         if self.ended:
             return
+        if isinstance(event.error, StartedOver) and isinstance(self._answer, FullAnswer):
+            self._text = self._new_text()
+            self._answer.start_over(self)
+            return
         if event.error is not None or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             self.ended = True
             self._answer.fail(as_api_error(event.error or MegatokenError("the engine cancelled this request")))
@@ -139,6 +144,14 @@ class Choice:
                 delta.finish_reason = str(event.finish_reason)
                 delta.text += self._text.flush()
             self._end(delta)
+
+    def _new_text(self) -> TextStream | _IdText:
+        if self._tokenizer is None:
+            return _IdText()
+        ending = self._ending
+        return TextStream(
+            self._tokenizer, ending.stop, ending.include_stop, ending.keep_special, min_tokens=ending.min_tokens
+        )
 
     def _end(self, delta: Delta) -> None:
         if self._text.stopped is not None:
@@ -178,6 +191,7 @@ class Answer(ABC):
     names: Mapping[str, str] = field(default_factory=dict)
     priority: int = 0
     failed: bool = False
+    whole: ClassVar[bool] = False  # whether the client sees nothing before the end
     completion_tokens: int = 0
     cached_tokens: int = 0
 
@@ -206,7 +220,7 @@ class Answer(ABC):
         tenant = self.exchange.request.tenant or DEFAULT_TENANT
         for choice in self.choices:
             try:
-                choice.request_id = self.client.submit(choice.request, choice, tenant, self.priority)
+                choice.request_id = self.client.submit(choice.request, choice, tenant, self.priority, whole=self.whole)
             except Refused as error:
                 self.cancel()
                 raise ApiError(str(error), error.status, retry_after=error.retry_after_seconds) from None
@@ -258,6 +272,7 @@ class Answer(ABC):
         """Add an event's tokens to the usage."""
         self.completion_tokens += len(event.token_ids)
         if event.cached_tokens and choice.index % (len(self.choices) // len(self.prompts)) == 0:
+            choice.cached_tokens = event.cached_tokens
             self.cached_tokens += event.cached_tokens
 
     def _note_tokens(self) -> None:
@@ -279,6 +294,8 @@ class _Collected:
 class FullAnswer(Answer):
     """An answer in one body."""
 
+    whole = True
+
     def __init__(
         self, exchange: Exchange, client: EngineClient, prompts: list[Prompt], render: Callable[[FullAnswer], Any]
     ) -> None:
@@ -296,7 +313,13 @@ class FullAnswer(Answer):
         collected.prompt_logprobs += delta.prompt_logprobs
         collected.last = delta
 
-    def whole(self, choice: Choice) -> Delta:
+    def start_over(self, choice: Choice) -> None:
+        """Drop what was kept of a choice, which is computed again."""
+        self.completion_tokens -= len(self._collected.pop(choice.index, _Collected()).token_ids)
+        self.cached_tokens -= choice.cached_tokens
+        choice.cached_tokens = 0
+
+    def all_of(self, choice: Choice) -> Delta:
         """All of a choice in one."""
         collected = self._collected[choice.index]
         return Delta(

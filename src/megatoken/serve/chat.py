@@ -179,7 +179,7 @@ def finish_reason(reason: str | None, body_choice: object, called: bool) -> str 
 def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict[str, Any]:
     body, choices = chat.body, []
     for choice in answer.choices:
-        whole = answer.whole(choice)
+        whole = answer.all_of(choice)
         parts = chat.parts(whole.text)
         text = "".join(part for part in parts if isinstance(part, str))
         calls = [_call(part) for part in parts if isinstance(part, Call)]
@@ -199,7 +199,7 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict
         choices.append(entry)
     completion = {**head, "choices": choices, "usage": answer.usage(), "system_fingerprint": None}
     if body.prompt_logprobs is not None:
-        prompt_logprobs = answer.whole(answer.choices[0]).prompt_logprobs
+        prompt_logprobs = answer.all_of(answer.choices[0]).prompt_logprobs
         completion["prompt_logprobs"] = ranked_logprobs(prompt_logprobs, chat.names, body.prompt_logprobs)
     if body.return_token_ids:
         completion["prompt_token_ids"] = answer.prompts[0].token_ids.tolist()

@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from megatoken.serve.engine_client import fault
 
@@ -31,6 +31,11 @@ class Control:
     def send(self, message: dict[str, Any]) -> None:
         """Report to the supervisor."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def leave(self, message: str, code: int) -> NoReturn:
+        """Report an error to the supervisor and end this process."""
+        self.send({"error": message, "exit_code": int(code)})
+        os._exit(code)
 
     async def wait_for_stop(self) -> None:
         """Return when the supervisor says stop."""

@@ -80,7 +80,7 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], body: CompletionBod
     choices = []
     for choice in answer.choices:
         prompt = answer.prompts[choice.index // body.n]
-        whole = answer.whole(choice)
+        whole = answer.all_of(choice)
         entry = {
             "index": choice.index,
             "text": prompt.text + whole.text,

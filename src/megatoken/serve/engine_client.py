@@ -13,6 +13,7 @@ from megatoken.serve.messages import (
     FrameReader,
     Health,
     Kind,
+    Replicas,
     ServedModel,
     Status,
     Submission,
@@ -52,6 +53,7 @@ class EngineClient(asyncio.Protocol):
     Attributes:
         message: what there is to say about ``health``.
         draining: set when new requests are refused because the server is stopping.
+        replicas: how many serve, of a rack.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class EngineClient(asyncio.Protocol):
         """
         self.message = "the engine is starting"
         self.draining = False
+        self.replicas: Replicas | None = None
         self._path = path
         self._on_model = on_model
         self._log = log
@@ -110,10 +113,13 @@ class EngineClient(asyncio.Protocol):
             return Health.STUCK
         return self._health
 
-    def submit(self, request: Request, sink: AnswerSink, tenant: Tenant, priority: int = 0) -> int:
+    def submit(
+        self, request: Request, sink: AnswerSink, tenant: Tenant, priority: int = 0, *, whole: bool = False
+    ) -> int:
         """Send a request; its events go to ``sink``. Returns its id.
 
-        ``priority``: the lowest first, among the requests of ``tenant`` that wait.
+        ``priority``: the lowest first, among the requests of ``tenant`` that wait. ``whole``: no client sees a token
+        before the last, so a rack may start the answer over; an event with the error ``StartedOver`` says so.
 
         Raises:
             Refused: the engine does not take requests now.
@@ -124,7 +130,7 @@ class EngineClient(asyncio.Protocol):
         request_id = self._next_id
         self._next_id += 1
         self._sinks[request_id] = sink
-        submission = Submission(request_id, request, tenant, time.monotonic_ns(), priority)
+        submission = Submission(request_id, request, tenant, time.monotonic_ns(), priority, whole)
         self._transport.write(pickled(Kind.SUBMIT, tuple(submission)))
         return request_id
 
@@ -206,7 +212,7 @@ class EngineClient(asyncio.Protocol):
             self.cancel(request_id)
 
     def _take_status(self, status: Status) -> None:
-        self._health, self.message = status.health, status.message
+        self._health, self.message, self.replicas = status.health, status.message, status.replicas
         if status.model is not None and status.model != self._model:
             self._model = status.model
             self._on_model(status.model)

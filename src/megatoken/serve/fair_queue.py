@@ -68,20 +68,25 @@ class TenantQueue(Generic[Item]):
 class FairQueue(Generic[Item]):
     """Requests on their way to the engine. Items are distinguished by identity."""
 
-    def __init__(self, *, max_queued: int, max_running: int, cache_tokens: int, reserve: bool) -> None:
-        """Prepares an empty queue.
+    def __init__(self, *, max_queued: int, reserve: bool) -> None:
+        """Prepares an empty queue. ``resize`` comes before the first ``take``.
 
         Args:
             max_queued: requests of all tenants that may wait.
-            max_running: sequences that the engine runs at once.
-            cache_tokens: tokens that fit into the engine's cache.
-            reserve: keep a share of both free of any one tenant, so that another finds room at once.
+            reserve: keep a share of the engine free of any one tenant, so that another finds room at once.
         """
         self._max_queued = max_queued
-        self._most_running = max_running - max(1, max_running // RESERVE) if reserve and max_running > 1 else None
-        self._most_footprint = cache_tokens - cache_tokens // RESERVE if reserve else None
+        self._reserve = reserve
+        self._most_running: int | None = None
+        self._most_footprint: int | None = None
         self._tenants: dict[str, TenantQueue[Item]] = {}
         self._waiting = 0
+
+    def resize(self, max_running: int, cache_tokens: int) -> None:
+        """Feed an engine that runs so many sequences at once, and holds so many tokens in its cache."""
+        if self._reserve:
+            self._most_running = max_running - max(1, max_running // RESERVE) if max_running > 1 else None
+            self._most_footprint = cache_tokens - cache_tokens // RESERVE
 
     @property
     def waiting(self) -> int:

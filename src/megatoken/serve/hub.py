@@ -1,13 +1,12 @@
-"""The engine process's hub: requests of all HTTP processes in, through the fair queue to the engine; events back."""
+"""The hub: requests of all HTTP processes go through the fair queue to the engine, or those of a rack; events back."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.engine.state import ReplicaState
@@ -15,33 +14,34 @@ from megatoken.engine.thread import Step
 from megatoken.errors import MegatokenError, RequestError
 from megatoken.serve.engine_client import fault
 from megatoken.serve.fair_queue import RETRY_AFTER_SECONDS, FairQueue
+from megatoken.serve.link import Entry, Link
 from megatoken.serve.messages import (
+    NO_SIZES,
     Busy,
-    FrameReader,
+    EngineSizes,
     Health,
     Kind,
+    Replicas,
     ServedModel,
+    StartedOver,
     Status,
     Submission,
     Unavailable,
     frame,
     pickled,
-    step_frame,
-    unpickled,
 )
-from megatoken.serve.metrics import Metrics
+from megatoken.serve.metrics import EngineReport, Metrics
 from megatoken.serve.tenants import Tenant
 
 STUCK_SECONDS = 10.0
 STATUS_SECONDS = 1.0
 MOST_WAITING_BYTES = 256 << 20  # of requests in front of the engine, as their HTTP processes sent them
-MOST_UNSENT_BYTES = 256 << 20  # of an HTTP process that does not read; then it is given up
 STEPS_AHEAD = 2  # steps' worth of prompt tokens that the engine's own queue may hold
 SEQUENCES_AHEAD = 16  # with one tenant, one request in so many waits in the engine, so that no free sequence does
 
 
 class SharedEngine(Protocol):
-    """What the hub asks of an engine: ``EngineThread``, or the mock engine."""
+    """What the hub asks of an engine: ``EngineThread``, the mock engine, or the replicas of a rack."""
 
     failure: BaseException | None
     step_began_ns: int
@@ -56,40 +56,16 @@ class SharedEngine(Protocol):
         """What it holds and has done."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSizes:
-    """What the fair queue must know of the engine."""
-
-    max_sequences: int
-    max_batched_tokens: int
-    cache_tokens: int
-    page_size: int
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A request that has not ended."""
-
-    link: Link | None  # None: its HTTP process has ended
-    client_id: int
-    request: Request
-    tenant: Tenant
-    prompt_tokens: int
-    arrival: float  # seconds of time.monotonic()
-    priority: int
-    waiting_bytes: int = 0  # of its message, until the engine has it
-    engine_id: int | None = None
-    handed_over: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    generated: int = 0
-    stopped: bool = False  # cancelled because its answer has come to a stop string
-
-
 class Hub:
-    """Lives on the event loop's thread. ``take_step`` alone may be called from another one."""
+    """Lives on the event loop's thread. ``take_step`` alone may be called from another one.
 
-    def __init__(self, max_queued: int, *, several_tenants: bool, restarts: bool, fail: Callable[[str], None]) -> None:
+    Attributes:
+        model: that is served; None until ``start``.
+    """
+
+    def __init__(
+        self, max_queued: int, *, several_tenants: bool, restarts: bool, fail: Callable[[str], None], rack: bool = False
+    ) -> None:
         """Prepares the hub; requests are taken from ``start`` on.
 
         Args:
@@ -97,6 +73,7 @@ class Hub:
             several_tenants: whether a share of the engine is kept free of any one tenant.
             restarts: whether an engine that has failed is started again.
             fail: called once when the engine has ended by an error, after everyone was sent that error.
+            rack: whether the engine is the replicas of a rack, which come and go: ``resize``.
         """
         self._loop = asyncio.get_running_loop()
         self._max_queued = max_queued
@@ -104,14 +81,19 @@ class Hub:
         self._restarts = restarts
         self._waiting_bytes = 0
         self._fail = fail
+        self._rack = rack
+        self._ready = (Health.READY, "ready")
+        self._replicas: Replicas | None = None
+        self._sizes = NO_SIZES
         self._links: set[Link] = set()
         self._steps: deque[Step] = deque()
-        self._entries: dict[int, _Entry] = {}  # by the engine's id
+        self._entries: dict[int, Entry] = {}  # by the engine's id
         self._unstarted_tokens = 0  # prompt tokens of requests in the engine that have no token yet
         self._health = Health.STARTING
         self._message = "the engine is starting"
-        self._model: ServedModel | None = None
+        self.model: ServedModel | None = None
         self._last_step = time.monotonic()
+        self._last_steps: dict[str, float] = {}  # by engine
         self._computed_tokens = 0
         self._failed = False
         self._compiling: set[asyncio.Task[None]] = set()
@@ -119,27 +101,46 @@ class Hub:
     # life
 
     def start(
-        self, engine: SharedEngine, model: ServedModel, sizes: EngineSizes, check: Callable[[Request], object]
+        self,
+        engine: SharedEngine,
+        model: ServedModel,
+        sizes: EngineSizes,
+        check: Callable[[Request], object],
+        reports: Callable[[], Mapping[str, EngineReport]] | None = None,
     ) -> None:
-        """Take requests from now on; ``check``, called on any thread, keeps what it has compiled of a grammar."""
-        self._engine, self._sizes, self._check_request = engine, sizes, check
-        self._queue: FairQueue[_Entry] = FairQueue(
-            max_queued=self._max_queued,
-            max_running=sizes.max_sequences,
-            cache_tokens=sizes.cache_tokens,
-            reserve=self._several_tenants,
-        )
+        """Take requests from now on.
+
+        ``check``, called on any thread, keeps what it has compiled of a grammar. ``reports``: what metrics say of each
+        engine of a rack.
+        """
+        self._engine, self._check_request = engine, check
+        self._reports = reports or (lambda: {"0": EngineReport(engine.state(), sizes)})
+        self._queue: FairQueue[Entry] = FairQueue(max_queued=self._max_queued, reserve=self._several_tenants)
+        self.metrics = Metrics(model.name, rack=self._rack)
+        self.model, (self._health, self._message) = model, self._ready
+        self.resize(sizes)
+
+    def resize(self, sizes: EngineSizes) -> None:
+        """Hand over as many requests as fit into engines of these sizes together."""
+        self._sizes = sizes
+        self._queue.resize(sizes.max_sequences, sizes.cache_tokens)
         ahead = 0 if self._several_tenants else max(1, sizes.max_sequences // SEQUENCES_AHEAD)
-        self._most_entries = sizes.max_sequences + ahead
-        self.metrics = Metrics(model.name)
-        self._model, self._health, self._message = model, Health.READY, "ready"
+        self._most_entries = sizes.max_sequences + ahead if sizes.max_sequences else 0
         self.send_status()
+        self._pump()
+
+    def set_health(self, health: Health, message: str, replicas: Replicas) -> None:
+        """What the hub reports while it is not stuck: so many replicas of a rack serve."""
+        self._ready, self._replicas = (health, message), replicas
+        if not self._failed:
+            self._health, self._message = self._ready
+            self.send_status()
 
     async def watch(self) -> None:
         """Send a status every second; notice an engine that is stuck."""
         while True:
             await asyncio.sleep(STATUS_SECONDS)
-            if self._health in (Health.READY, Health.STUCK):
+            if self._health.serves or self._health is Health.STUCK:
                 self._check()
             self.send_status()
 
@@ -156,7 +157,7 @@ class Hub:
             self._health = Health.STUCK
             self._message = f"the engine has made no step for {stuck_for:.0f} s"
         else:
-            self._health, self._message = Health.READY, "ready"
+            self._health, self._message = self._ready
 
     # links
 
@@ -175,8 +176,8 @@ class Hub:
 
     def submit(self, link: Link, submission: Submission, message_bytes: int) -> None:
         """Queue a request of an HTTP process, which came in so many bytes; errors go back as its last event."""
-        client_id, request, tenant, arrival_ns, priority = submission
-        entry = _Entry(link, client_id, request, tenant, len(request.prompt), arrival_ns / 1e9, priority)
+        client_id, request, tenant, arrival_ns, priority, whole = submission
+        entry = Entry(link, client_id, request, tenant, len(request.prompt), arrival_ns / 1e9, priority, whole=whole)
         link.open[client_id] = entry
         if not self._health.serves:
             self._end_with(entry, Unavailable(self._message))
@@ -193,7 +194,7 @@ class Hub:
             self._compiling.add(task)
             task.add_done_callback(self._compiling.discard)
 
-    async def _compile(self, entry: _Entry) -> None:
+    async def _compile(self, entry: Entry) -> None:
         """Compile the grammar of a request on a thread of its own, then queue the request."""
         try:
             await asyncio.to_thread(self._check_request, entry.request)
@@ -207,7 +208,7 @@ class Hub:
         else:
             self._end_with(entry, Unavailable(self._message))
 
-    def _queue_entry(self, entry: _Entry) -> None:
+    def _queue_entry(self, entry: Entry) -> None:
         try:
             if not entry.prompt_tokens:
                 raise RequestError("the prompt is empty; give at least one token", "prompt")
@@ -239,6 +240,20 @@ class Hub:
         if len(self._steps) == 1:
             self._loop.call_soon_threadsafe(self._take_steps)
 
+    def take_steps(self, steps: Sequence[Step]) -> None:
+        """Hand steps' events out now; for the event loop's thread."""
+        self._steps.extend(steps)
+        self._take_steps()
+
+    def start_over(self, request_id: int) -> bool:
+        """Whether a request that its engine has lost can be computed again: its client has seen nothing of it."""
+        entry = self._entries[request_id]
+        if entry.generated and not entry.whole:
+            return False
+        if entry.generated and entry.link is not None:
+            entry.link.collect(entry.client_id, TokenEvent(entry.client_id, (), None, StartedOver("started over")))
+        return True
+
     def _take_steps(self) -> None:
         while self._steps:
             step = self._steps[0]
@@ -260,10 +275,12 @@ class Hub:
             self._pump()
 
     def _deliver(self, step: Step) -> None:
-        before, ended = self._last_step, step.ended_ns / 1e9
-        self._last_step = ended
+        label, ended = step.engine, step.ended_ns / 1e9
+        before = self._last_steps.get(label, 0.0)
+        self._last_step = self._last_steps[label] = ended
         entries = self._entries
-        latencies = self.metrics.histograms["inter_token_latency_seconds"]
+        counters = self.metrics.engine(label)
+        latencies = counters.histograms["inter_token_latency_seconds"]
         of_step_before = 0  # tokens whose answer got the one before in the last step: nearly all
         served: dict[str, int] = {}  # tokens by tenant
         tenants: dict[str, Tenant] = {}
@@ -276,6 +293,7 @@ class Hub:
                 elif entry.generated:
                     latencies.observe(ended - entry.last)
                 else:
+                    entry.engine = label
                     self._started(entry, event, ended)
                 entry.last = ended
                 entry.generated += count
@@ -286,21 +304,25 @@ class Hub:
                     served[name], tenants[name] = count, entry.tenant
             link = entry.link
             if event.finish_reason is not None:
+                entry.engine = label
                 self._ended(entry, event, ended)
             if link is not None:
                 link.collect(entry.client_id, event)
         latencies.observe(ended - before, of_step_before)
         for name, tokens in served.items():
+            counters.generation_tokens += tokens
             self.metrics.tenant(name).generation_tokens += tokens
             self._queue.served(tenants[name], tokens)
         for link in self._links:
             link.end_step()
+        if self._rack:  # whose replicas report their totals once a second
+            return
         computed = self._engine.state().processed_tokens
         if computed > self._computed_tokens:
-            self.metrics.histograms["iteration_tokens_total"].observe(computed - self._computed_tokens)
+            counters.histograms["iteration_tokens_total"].observe(computed - self._computed_tokens)
             self._computed_tokens = computed
 
-    def _started(self, entry: _Entry, event: TokenEvent, now: float) -> None:
+    def _started(self, entry: Entry, event: TokenEvent, now: float) -> None:
         entry.first = now
         self._unstarted_tokens -= entry.prompt_tokens
         tenant = self.metrics.tenant(entry.tenant.name)
@@ -309,10 +331,12 @@ class Hub:
         tenant.cached_tokens += event.cached_tokens
         if event.cached_tokens:
             self._queue.refund(entry.tenant, event.cached_tokens)
-        self.metrics.histograms["time_to_first_token_seconds"].observe(now - entry.arrival)
-        self.metrics.histograms["request_prefill_time_seconds"].observe(now - entry.handed_over)
+        counters = self.metrics.engine(entry.engine)
+        counters.prompt_tokens += entry.prompt_tokens
+        counters.histograms["time_to_first_token_seconds"].observe(now - entry.arrival)
+        counters.histograms["request_prefill_time_seconds"].observe(now - entry.handed_over)
 
-    def _ended(self, entry: _Entry, event: TokenEvent, now: float) -> None:
+    def _ended(self, entry: Entry, event: TokenEvent, now: float) -> None:
         assert entry.engine_id is not None
         del self._entries[entry.engine_id]
         if not entry.first:
@@ -320,13 +344,14 @@ class Hub:
         self._queue.ended(entry.tenant, entry.prompt_tokens, entry.request.max_tokens, entry.generated)
         if entry.link is not None:
             entry.link.open.pop(entry.client_id, None)
-        observe = self.metrics.histograms
-        tenant = self.metrics.tenant(entry.tenant.name)
+        counters = self.metrics.engine(entry.engine)
+        observe = counters.histograms
         assert event.finish_reason is not None
         reason = event.finish_reason.value
         if event.finish_reason is FinishReason.CANCELLED:
             reason = FinishReason.STOP.value if entry.stopped else "abort"
-        tenant.ended[reason] = tenant.ended.get(reason, 0) + 1
+        counters.ended[reason] = counters.ended.get(reason, 0) + 1
+        observe["request_queue_time_seconds"].observe(entry.handed_over - entry.arrival)
         observe["e2e_request_latency_seconds"].observe(now - entry.arrival)
         observe["request_inference_time_seconds"].observe(now - entry.handed_over)
         observe["request_prompt_tokens"].observe(entry.prompt_tokens)
@@ -355,31 +380,31 @@ class Hub:
             entry.handed_over = time.monotonic()
             if not self._entries:
                 self._last_step = entry.handed_over
+                self._last_steps.clear()
             self._entries[entry.engine_id] = entry
             self._unstarted_tokens += entry.prompt_tokens
-            self.metrics.histograms["request_queue_time_seconds"].observe(entry.handed_over - entry.arrival)
 
     # ends
 
-    def _not_waiting(self, entry: _Entry) -> None:
+    def _not_waiting(self, entry: Entry) -> None:
         self._waiting_bytes -= entry.waiting_bytes
         entry.waiting_bytes = 0
 
-    def _cancel(self, entry: _Entry) -> None:
+    def _cancel(self, entry: Entry) -> None:
         self._not_waiting(entry)
         if entry.engine_id is not None:
             self._engine.cancel(entry.engine_id)
         elif self._queue.remove(entry.tenant, entry):
-            tenant = self.metrics.tenant(entry.tenant.name)
-            tenant.ended["abort"] = tenant.ended.get("abort", 0) + 1
+            front = self.metrics.front()
+            front.ended["abort"] = front.ended.get("abort", 0) + 1
 
-    def _refuse(self, entry: _Entry, error: Exception) -> None:
+    def _refuse(self, entry: Entry, error: Exception) -> None:
         self.metrics.tenant(entry.tenant.name).refused += 1
         if not isinstance(error, MegatokenError):
             error = MegatokenError(fault("the request cannot be taken", error))
         self._end_with(entry, error)
 
-    def _end_with(self, entry: _Entry, error: MegatokenError) -> None:
+    def _end_with(self, entry: Entry, error: MegatokenError) -> None:
         self._not_waiting(entry)
         link, entry.link = entry.link, None
         if link is not None:
@@ -399,27 +424,32 @@ class Hub:
         self._failed = True
         self._health = Health.DEAD
         self._message = self._failed_by(failure)
-        for _ in self._queue.drain():
-            pass
-        for entry in [entry for link in self._links for entry in link.open.values()]:
-            self._end_with(entry, Unavailable(self._message))
+        self.end_all(self._message)
         self.send_status()
         self._fail(_failure(failure))
 
+    def end_all(self, message: str) -> None:
+        """End every open request with an error."""
+        if self.model is not None:
+            for _ in self._queue.drain():
+                pass
+        for entry in [entry for link in self._links for entry in link.open.values()]:
+            self._end_with(entry, Unavailable(message))
+
     def _greet(self, link: Link) -> None:
-        link.send(pickled(Kind.STATUS, tuple(Status(self._health, self._message, self._model))))
+        status = Status(self._health, self._message, self.model, replicas=self._replicas)
+        if self.model is not None and not self._rack:
+            status = status._replace(sizes=self._sizes, state=self._engine.state())
+        link.send(pickled(Kind.STATUS, tuple(status)))
 
     def _metrics_text(self) -> str:
-        if self._model is None:
+        if self.model is None:
             return ""
         queues = {one.tenant.name: (len(one.queued), one.running) for one in self._queue.tenants()}
         for name in queues:
             self.metrics.tenant(name)
-        cache = {
-            "block_size": self._sizes.page_size,
-            "num_gpu_blocks": self._sizes.cache_tokens // max(1, self._sizes.page_size),
-        }
-        return self.metrics.text(self._engine.state(), queues, cache, healthy=self._health.serves)
+        share = 1.0 if self._replicas is None else self._replicas.share
+        return self.metrics.text(self._reports(), queues, healthy=self._health.serves, share=share)
 
 
 def _failure(error: BaseException) -> str:
@@ -428,72 +458,3 @@ def _failure(error: BaseException) -> str:
         if isinstance(error, MegatokenError)
         else fault("the engine has failed", error)
     )
-
-
-class Link(asyncio.Protocol):
-    """The connection of one HTTP process.
-
-    Attributes:
-        open: its requests that have not ended, by their ids.
-    """
-
-    def __init__(self, hub: Hub) -> None:
-        self.open: dict[int, _Entry] = {}
-        self._hub = hub
-        self._reader = FrameReader()
-        self._transport: asyncio.Transport | None = None
-        self._request_ids: list[int] = []
-        self._token_ids: list[int] = []
-        self._others: list[TokenEvent] = []
-        self._frames: list[bytes] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet."""
-        self._transport = cast(asyncio.Transport, transport)
-        self._hub.joined(self)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Cancel its requests."""
-        self._transport = None
-        self._hub.left(self)
-
-    def data_received(self, data: bytes) -> None:
-        """Take requests and cancellations."""
-        for kind, payload in self._reader.feed(data):
-            if kind is Kind.SUBMIT:
-                self._hub.submit(self, Submission(*unpickled(payload)), len(payload))
-            elif kind is Kind.CANCEL:
-                client_id, stopped = unpickled(payload)
-                self._hub.cancel(self, client_id, stopped=stopped)
-            elif kind is Kind.METRICS:
-                self._hub.answer_metrics(self)
-
-    def collect(self, client_id: int, event: TokenEvent) -> None:
-        """Add an event to the frame of this step."""
-        if event.is_one_token:
-            self._request_ids.append(client_id)
-            self._token_ids.append(event.token_ids[0])
-        else:
-            self._others.append(event._replace(request_id=client_id))
-
-    def end_step(self) -> None:
-        """Make the frame of this step."""
-        if self._request_ids or self._others:
-            self._frames.append(step_frame(self._request_ids, self._token_ids, self._others))
-            self._request_ids, self._token_ids, self._others = [], [], []
-
-    def flush(self) -> None:
-        """Send the frames."""
-        if self._frames:
-            frames, self._frames = b"".join(self._frames), []
-            self.send(frames)
-
-    def send(self, data: bytes) -> None:
-        """Write, unless the process is gone or has stopped reading."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return
-        if transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
-            transport.abort()
-        else:
-            transport.write(data)

@@ -1,12 +1,14 @@
 """What travels between HTTP processes and the engine process, and how it is framed on their Unix socket.
 
-A frame is four bytes of length, one byte of kind and the payload. There is one frame per step and HTTP process, never
-one per token. Most events are one token of one request; they travel as two lists through marshal, which costs 0.15 us
-per event for both ends together, where pickling the events costs 4.6 us.
+A rack's router and its replicas talk in the same way. A frame is four bytes of length, one byte of kind and the
+payload. There is one frame per step and HTTP process, never one per token. Most events are one token of one request;
+they travel as two lists through marshal, which costs 0.15 us per event for both ends together, where pickling the
+events costs 4.6 us.
 """
 
 from __future__ import annotations
 
+import io
 import marshal
 import pickle
 import struct
@@ -17,10 +19,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatoken.engine.request import Request, TokenEvent
+from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError
 from megatoken.serve.tenants import Tenant
 
 _HEADER = struct.Struct("<IB")
+# What a frame may be made of. A replica on another node has proved that it knows the key of this server, but the frames
+# that follow carry no proof, and a plain unpickler would call whatever they name.
+_MODULES = frozenset(
+    f"megatoken.{name}" for name in ("engine.request", "engine.state", "errors", "serve.messages", "serve.tenants")
+)
+_OTHERS = frozenset(
+    {
+        ("array", "array"),
+        ("array", "_array_reconstructor"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # Python 3.13
+    }
+)
 
 
 class Health(StrEnum):
@@ -56,12 +72,49 @@ class ServedModel:
         return file if file is not None and file.is_file() else None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """How much an engine takes at once: what the fair queue and the router must know of it."""
+
+    max_sequences: int
+    max_batched_tokens: int
+    cache_tokens: int
+    page_size: int
+
+    def __add__(self, other: EngineSizes) -> EngineSizes:
+        """Of two engines together."""
+        return EngineSizes(
+            self.max_sequences + other.max_sequences,
+            self.max_batched_tokens + other.max_batched_tokens,
+            self.cache_tokens + other.cache_tokens,
+            self.page_size,
+        )
+
+
+NO_SIZES = EngineSizes(0, 0, 0, 0)
+
+
+class Replicas(NamedTuple):
+    """How many replicas of a rack serve, and how many should."""
+
+    serving: int
+    expected: int
+
+    @property
+    def share(self) -> float:
+        """The share that is left."""
+        return self.serving / self.expected if self.expected else 0.0
+
+
 class Status(NamedTuple):
-    """The engine process, once a second. ``model`` is known from READY on."""
+    """The engine process, once a second. ``model`` is known from READY on; ``replicas`` only of a rack."""
 
     health: Health
     message: str
     model: ServedModel | None
+    sizes: EngineSizes = NO_SIZES
+    state: ReplicaState = ReplicaState()
+    replicas: Replicas | None = None
 
 
 class Submission(NamedTuple):
@@ -72,6 +125,7 @@ class Submission(NamedTuple):
     tenant: Tenant
     arrival_ns: int  # time.monotonic_ns() of the HTTP process; Linux has one such clock for all processes
     priority: int = 0  # the lowest first, among the requests of one tenant that wait
+    whole: bool = False  # the client gets its answer in one piece, so that it can be computed again until then
 
 
 class Busy(MegatokenError):  # noqa: N818
@@ -87,6 +141,13 @@ class Busy(MegatokenError):  # noqa: N818
 
 class Unavailable(MegatokenError):  # noqa: N818
     """The engine does not answer requests now: it starts, is stuck or has failed."""
+
+
+class StartedOver(MegatokenError):  # noqa: N818
+    """The tokens of a request so far are void: its replica was lost, and another computes the answer from its start.
+
+    The error of an event without a finish reason, of a request that was submitted as ``whole``.
+    """
 
 
 class Kind(IntEnum):
@@ -110,8 +171,19 @@ def pickled(kind: Kind, value: object) -> bytes:
 
 
 def unpickled(payload: bytes) -> Any:
-    """The value of a frame made by ``pickled``, which the other process of this server wrote."""
-    return pickle.loads(payload)
+    """The value of a frame made by ``pickled``.
+
+    Raises:
+        pickle.UnpicklingError: it holds something that no message is made of.
+    """
+    return _Unpickler(io.BytesIO(payload)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module in _MODULES and "." not in name) or (module, name) in _OTHERS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"no message holds {module}.{name}")
 
 
 def step_frame(request_ids: list[int], token_ids: list[int], others: Sequence[TokenEvent]) -> bytes:
@@ -132,7 +204,7 @@ def step_events(payload: bytes) -> Iterator[TokenEvent]:
     for request_id, token_id in zip(request_ids, token_ids, strict=True):
         yield TokenEvent(request_id, (token_id,), None)
     if rest:
-        for event in pickle.loads(rest):
+        for event in unpickled(rest):
             yield TokenEvent(*event)
 
 

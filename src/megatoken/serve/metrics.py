@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatoken.engine.state import ReplicaState
+from megatoken.serve.messages import EngineSizes
 
 _SECONDS = (
     0.001,
@@ -52,6 +53,7 @@ _REQUEST_SECONDS = (
 )
 _TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
 _STEP_TOKENS = tuple(float(2**power) for power in range(15))
+QUEUE = "queue"  # label of what is in front of all engines of a rack
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (_SECONDS, "Arrival of a request to its first token."),
     "inter_token_latency_seconds": (_TOKEN_SECONDS, "Time between two tokens of one answer."),
@@ -92,17 +94,55 @@ class TenantCounters:
     generation_tokens: int = 0
     cached_tokens: int = 0
     refused: int = 0
-    ended: dict[str, int] = field(default_factory=dict)  # by reason
     ttft: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
 
 
-class Metrics:
-    """All that the engine process counts."""
+@dataclass(slots=True)
+class EngineCounters:
+    """What one engine has done."""
 
-    def __init__(self, model: str) -> None:
-        self._labels = f'model_name="{_escaped(model)}",engine="0"'
-        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    ended: dict[str, int] = field(default_factory=dict)  # by reason
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """An engine at one moment. ``place``: where it is, of a rack's; ``serving``: whether it gets requests."""
+
+    state: ReplicaState
+    sizes: EngineSizes
+    place: Mapping[str, str] = field(default_factory=dict)
+    serving: bool = True
+
+
+class Metrics:
+    """All that the process in front of one engine, or of those of a rack, counts.
+
+    As in vLLM, every engine has its own series, with its number as the label ``engine``. What waits in front of all
+    engines of a rack, or was given up there, has the label ``queue``.
+    """
+
+    def __init__(self, model: str, *, rack: bool = False) -> None:
+        self._model = f'model_name="{_escaped(model)}"'
+        self._front = QUEUE if rack else "0"
+        self._rack = rack
+        self.engines: dict[str, EngineCounters] = {}
         self.tenants: dict[str, TenantCounters] = {}
+        self.engine(self._front)
+
+    def engine(self, label: str) -> EngineCounters:
+        """The counters of an engine."""
+        if label not in self.engines:
+            self.engines[label] = EngineCounters()
+        return self.engines[label]
+
+    def front(self) -> EngineCounters:
+        """The counters of what never reached an engine."""
+        return self.engines[self._front]
 
     def tenant(self, name: str) -> TenantCounters:
         """The counters of a tenant."""
@@ -111,55 +151,74 @@ class Metrics:
         return self.tenants[name]
 
     def text(
-        self, state: ReplicaState, queues: Mapping[str, tuple[int, int]], cache: Mapping[str, int], *, healthy: bool
+        self, reports: Mapping[str, EngineReport], queues: Mapping[str, tuple[int, int]], *, healthy: bool, share: float
     ) -> str:
         """Prometheus's text format.
 
         Args:
-            state: of the engine.
-            queues: requests that wait in front of the engine, and that are in it, by tenant.
-            cache: page size and number of pages, as ``cache_config_info`` reports them.
+            reports: of every engine, by its label.
+            queues: requests that wait in front of the engines, and that are in one, by tenant.
             healthy: whether requests are served.
+            share: of a rack's replicas, those that serve.
         """
-        tenants = self.tenants.values()
-        in_front = sum(waiting for waiting, _ in queues.values())
-        used = 1 - state.pages_free / state.pages if state.pages else 0.0
-        reasons: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
-        for one in tenants:
-            for reason, count in one.ended.items():
-                reasons[reason] += count
+        labels = {name: f'{self._model},engine="{name}"' for name in (*self.engines, *reports)}
+        waiting = {name: one.state.waiting for name, one in reports.items()}
+        waiting[self._front] = waiting.get(self._front, 0) + sum(count for count, _ in queues.values())
         lines: list[str] = []
 
         def add(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> None:
             lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
             lines.extend(f"{name}{{{labels}}} {_number(value)}" for labels, value in samples)
 
-        def single(name: str, kind: str, text: str, value: float) -> None:
-            add(f"vllm:{name}", kind, text, [(self._labels, value)])
+        def of_engines(name: str, kind: str, text: str, values: Mapping[str, float]) -> None:
+            add(name, kind, text, [(labels[engine], value) for engine, value in values.items()])
 
-        single("num_requests_running", "gauge", "Requests in the batch.", state.running)
-        single("num_requests_waiting", "gauge", "Requests that wait.", in_front + state.waiting)
-        single("kv_cache_usage_perc", "gauge", "Used share of the KV cache; 1 is all of it.", used)
-        single("num_preemptions_total", "counter", "Preempted requests.", state.preemptions)
-        single("prompt_tokens_total", "counter", "Prompt tokens.", sum(one.prompt_tokens for one in tenants))
-        single("generation_tokens_total", "counter", "Generated tokens.", sum(one.generation_tokens for one in tenants))
-        queries, hits = state.prefix_cache_queries, state.prefix_cache_hits
-        single("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.", queries)
-        single("prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", hits)
-        ends = [(f'{self._labels},finished_reason="{reason}"', count) for reason, count in reasons.items()]
+        def of_states(name: str, kind: str, text: str, value: Callable[[ReplicaState], float]) -> None:
+            of_engines(f"vllm:{name}", kind, text, {engine: value(one.state) for engine, one in reports.items()})
+
+        def of_counters(name: str, text: str, value: Callable[[EngineCounters], float]) -> None:
+            of_engines(f"vllm:{name}", "counter", text, {engine: value(one) for engine, one in self.engines.items()})
+
+        of_states("num_requests_running", "gauge", "Requests in the batch.", lambda one: one.running)
+        of_engines("vllm:num_requests_waiting", "gauge", "Requests that wait.", waiting)
+        of_states("kv_cache_usage_perc", "gauge", "Used share of the KV cache; 1 is all of it.", _used)
+        of_states("num_preemptions_total", "counter", "Preempted requests.", lambda one: one.preemptions)
+        of_counters("prompt_tokens_total", "Prompt tokens.", lambda one: one.prompt_tokens)
+        of_counters("generation_tokens_total", "Generated tokens.", lambda one: one.generation_tokens)
+        looked_up, found = "Prompt tokens looked up in the prefix cache.", "Prompt tokens found in the prefix cache."
+        of_states("prefix_cache_queries_total", "counter", looked_up, lambda one: one.prefix_cache_queries)
+        of_states("prefix_cache_hits_total", "counter", found, lambda one: one.prefix_cache_hits)
+        ends = [
+            (f'{labels[engine]},finished_reason="{reason}"', one.ended.get(reason, 0))
+            for engine, one in self.engines.items()
+            for reason in sorted({"stop", "length", "abort", "error", *one.ended})
+        ]
         add("vllm:request_success_total", "counter", "Requests that ended, by reason.", ends)
-        info = ",".join(f'{name}="{value}"' for name, value in cache.items())
-        add("vllm:cache_config_info", "gauge", "Sizes of the KV cache.", [(f"{info},{self._labels}", 1)])
-        for name, histogram in self.histograms.items():
-            add(f"vllm:{name}", "histogram", _HISTOGRAMS[name][1], ())
-            lines.extend(_histogram_lines(f"vllm:{name}", self._labels, histogram))
-        add("megatoken:healthy", "gauge", "Whether requests are served.", [(self._labels, int(healthy))])
+        sizes = [
+            (f'block_size="{size}",num_gpu_blocks="{one.sizes.cache_tokens // max(1, size)}",{labels[engine]}', 1)
+            for engine, one in reports.items()
+            for size in (one.sizes.page_size,)
+        ]
+        add("vllm:cache_config_info", "gauge", "Sizes of the KV cache.", sizes)
+        for name, (_, text) in _HISTOGRAMS.items():
+            add(f"vllm:{name}", "histogram", text, ())
+            for engine, counters in self.engines.items():
+                lines.extend(_histogram_lines(f"vllm:{name}", labels[engine], counters.histograms[name]))
+        add("megatoken:healthy", "gauge", "Whether requests are served.", [(labels[self._front], int(healthy))])
+        if self._rack:
+            places = [
+                (f"{labels[engine]},{where}", int(one.serving))
+                for engine, one in reports.items()
+                for where in (",".join(f'{name}="{_escaped(value)}"' for name, value in one.place.items()),)
+            ]
+            add("megatoken:replica_serving", "gauge", "Whether a replica gets requests.", places)
+            add("megatoken:replicas_share", "gauge", "Share of the replicas that serve.", [(self._model, share)])
         self._add_tenants(add, lines, queues)
         return "\n".join([*lines, ""])
 
     def _add_tenants(self, add: object, lines: list[str], queues: Mapping[str, tuple[int, int]]) -> None:
         assert callable(add)
-        labels = {name: f'{self._labels},key="{_escaped(name)}"' for name in self.tenants}
+        labels = {name: f'{self._model},engine="{self._front}",key="{_escaped(name)}"' for name in self.tenants}
         for field_name, text in (
             ("prompt_tokens", "Prompt tokens of a key."),
             ("generation_tokens", "Generated tokens of a key."),
@@ -169,13 +228,17 @@ class Metrics:
             samples = [(labels[name], getattr(one, field_name)) for name, one in self.tenants.items()]
             add(f"megatoken:key_{field_name}_total", "counter", text, samples)
         for at, (name, text) in enumerate(
-            (("waiting", "wait in front of the engine"), ("running", "are in the engine"))
+            (("waiting", "wait in front of the engine"), ("running", "are in an engine"))
         ):
             samples = [(labels[key], queues.get(key, (0, 0))[at]) for key in self.tenants]
             add(f"megatoken:key_requests_{name}", "gauge", f"Requests of a key that {text}.", samples)
         add("megatoken:key_time_to_first_token_seconds", "histogram", "TTFT of a key.", ())
         for name, counters in self.tenants.items():
             lines.extend(_histogram_lines("megatoken:key_time_to_first_token_seconds", labels[name], counters.ttft))
+
+
+def _used(state: ReplicaState) -> float:
+    return 1 - state.pages_free / state.pages if state.pages else 0.0
 
 
 def _histogram_lines(name: str, labels: str, histogram: Histogram) -> Iterable[str]:

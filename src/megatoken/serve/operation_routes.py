@@ -16,7 +16,9 @@ def health(server: Server, exchange: Exchange) -> None:
     """200 while requests are answered, else 503, with the reason."""
     state = server.client.health
     headers = [] if state.serves else [("retry-after", "5")]
-    body = {"status": state.value, "message": server.client.message}
+    body: dict[str, object] = {"status": state.value, "message": server.client.message}
+    if (replicas := server.client.replicas) is not None:
+        body |= {"replicas": replicas.expected, "replicas_serving": replicas.serving, "share_left": replicas.share}
     exchange.reply(200 if state.serves else 503, json.dumps(body).encode(), headers=headers)
 
 

@@ -13,6 +13,7 @@ from megatoken.config import (
     EngineSection,
     GivenPath,
     Rate,
+    ReplicasSection,
     Seconds,
     Section,
     Seed,
@@ -83,6 +84,7 @@ class ServeConfig(Section):
     )
     trust_request_chat_template: bool = Field(default=False, description="requests may bring their own chat_template")
     engine: ServeEngineSection = ServeEngineSection()
+    rack: ReplicasSection = ReplicasSection()
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type."""
@@ -108,13 +110,15 @@ class ServeConfig(Section):
 KEYS = keys_of(ServeConfig)
 
 
-def load_serve_config(flags: Mapping[str, str | bool | None]) -> ServeConfig:
-    """Loads the settings: defaults, overridden by flags.
+def load_serve_config(flags: Mapping[str, str | bool | None], rack: str | None = None) -> ServeConfig:
+    """Loads the settings: defaults, overridden by flags. ``rack``: value of ``--rack``, as for a run.
 
     Raises:
         ConfigError: a bad value, with its flag.
     """
-    config = load_flags(ServeConfig, flags)
+    config = load_flags(ServeConfig, flags, rack)
+    if config.rack.cluster is None and config.rack != ReplicasSection():
+        raise ConfigError("--rack.replicas and the like are only for a rack; give --rack auto")
     if (config.tls_certificate is None) != (config.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key go together; give both files")
     if config.precision == "fp4":
@@ -139,3 +143,28 @@ class EngineProcessSettings:
     options: ServeConfig
     listener: int  # file descriptor of the Unix socket that HTTP processes connect to
     several_tenants: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RouterProcessSettings:
+    """What the process in front of a rack's replicas gets from the supervisor."""
+
+    options: ServeConfig
+    listener: int  # as of an engine process
+    several_tenants: bool
+    key: bytes  # which replicas must know
+    replicas_path: str  # Unix socket for the replicas of this machine
+    local_replicas: int  # how many; 0: the replicas are those of a cluster
+    cluster: str  # its address
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaProcessSettings:
+    """What the process of a replica on this machine gets from the supervisor."""
+
+    options: ServeConfig
+    key: bytes
+    router_path: str
+    number: int
+    threads: int | None  # of its CPU engine
+    neighbours: int  # replicas that share the machine's main memory

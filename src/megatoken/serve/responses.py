@@ -172,7 +172,7 @@ def _call_item(call_id: str, name: str, arguments: str, status: str) -> dict[str
 
 def whole_response(answer: FullAnswer, head: dict[str, Any], chat: Chat) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    whole = answer.whole(answer.choices[0])
+    whole = answer.all_of(answer.choices[0])
     output: list[dict[str, Any]] = []
     for part in chat.parts(whole.text) or [""]:  # an empty answer has an empty message
         if isinstance(part, str):

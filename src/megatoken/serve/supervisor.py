@@ -7,21 +7,32 @@ import ipaddress
 import json
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatoken.engine.config import model_folder
 from megatoken.errors import ExitCode, MegatokenError, UsageError, how_to_install
+from megatoken.rack.address import find_cluster
+from megatoken.rack.placement import Slot
+from megatoken.rack.wire import KEY_BYTES
 from megatoken.serve.access_log import AccessLog
 from megatoken.serve.child import first_message, stop_message
-from megatoken.serve.options import EngineProcessSettings, HttpProcessSettings, ServeConfig
+from megatoken.serve.options import (
+    EngineProcessSettings,
+    HttpProcessSettings,
+    ReplicaProcessSettings,
+    RouterProcessSettings,
+    ServeConfig,
+)
+from megatoken.serve.rack_plan import VISIBLE, slots_on, this_machine, visible_gpus
 from megatoken.serve.tenants import KEY_VARIABLE, Keys, load_keys
 from megatoken.serve.tls import tls_context
 
@@ -46,8 +57,20 @@ def serve(options: ServeConfig) -> int:
     _allow_many_files()
     with tempfile.TemporaryDirectory(prefix="megatoken-serve-") as folder:
         sockets = _listen(options)
-        supervisor = _Supervisor(options, keys, sockets, Path(folder) / "engine.sock")
+        rack = None if options.rack.cluster is None else _plan_rack(options, Path(folder) / "replicas.sock")
+        supervisor = _Supervisor(options, keys, sockets, Path(folder) / "engine.sock", rack)
         return asyncio.run(supervisor.run())
+
+
+@dataclass(frozen=True)
+class _Rack:
+    """Where replicas come from: processes of this machine, or the cluster at an address."""
+
+    path: Path  # Unix socket for processes of this machine
+    key: bytes
+    cluster: str
+    slots: Sequence[Slot] = ()
+    gpus: Sequence[str] = ()  # of this machine, shared out in the order of the slots
 
 
 @dataclass(eq=False)
@@ -78,11 +101,21 @@ class _Child:
 
 
 class _Supervisor:
-    def __init__(self, options: ServeConfig, keys: Keys, listeners: list[socket.socket], path: Path) -> None:
+    def __init__(
+        self,
+        options: ServeConfig,
+        keys: Keys,
+        listeners: list[socket.socket],
+        path: Path,
+        rack: _Rack | None = None,
+    ) -> None:
         self._options = options
         self._keys = keys
         self._listeners = listeners
         self._path = path
+        self._rack = rack
+        self._replicas: dict[int, _Child] = {}  # processes of this machine, by number
+        self._replicas_left = 0
         self._engine_listener = socket.socket(socket.AF_UNIX)
         self._engine_listener.bind(str(path))
         self._engine_listener.listen(BACKLOG)
@@ -106,6 +139,9 @@ class _Supervisor:
             loop.add_signal_handler(number, self._on_signal)
         self._warn()
         keeping = [loop.create_task(self._keep_engine())]
+        if self._rack is not None:
+            self._replicas_left = len(self._rack.slots)
+            keeping += [loop.create_task(self._keep_replica(number)) for number in range(self._replicas_left)]
         keeping += [loop.create_task(self._keep_http(at)) for at in range(len(self._listeners))]
         await self._stopping.wait()
         await self._drain()
@@ -140,6 +176,9 @@ class _Supervisor:
     async def _drain(self) -> None:
         for child in self._http:
             child.stop()
+        if self._failure is not None:  # the process in front of replicas sends every open answer its error
+            for child in self._children - self._http:
+                child.stop()
         seconds = ERRORS_SECONDS if self._failure is not None else self._options.drain_seconds
         deadline = time.monotonic() + seconds
         while self._http and time.monotonic() < deadline:
@@ -151,15 +190,21 @@ class _Supervisor:
             await asyncio.sleep(0.01)
 
     async def _keep_engine(self) -> None:
-        """Run the engine process; again with --restart, once the first one was ready."""
-        settings = EngineProcessSettings(self._options, self._engine_listener.fileno(), len(self._keys.entries) > 1)
+        """Run the process that HTTP processes talk to; again with --restart, once the first one was ready."""
+        module, settings = self._front()
+        what = module.replace("_", " ")
         was_ready, quick = False, 0
         while True:
             reported: dict[str, object] = {}
-            child = await self._start("engine_process", settings, [self._engine_listener.fileno()])
+            child = await self._start(module, settings, [self._engine_listener.fileno()])
 
             def take(message: dict[str, object], reported: dict[str, object] = reported) -> None:
-                reported.update(message)
+                if "note" in message:
+                    self._log.note(str(message["note"]))
+                elif "give_up" in message:
+                    self._replicas[int(str(message["give_up"]))].kill()
+                else:
+                    reported.update(message)
                 if message.get("ready"):
                     self._model = str(message["model"])
                     self._announce()
@@ -169,7 +214,7 @@ class _Supervisor:
             if self._stopping.is_set():
                 return
             code = child.process.returncode or 0
-            why = str(reported.get("error") or f"the engine process was ended by {_ending(code)}")
+            why = str(reported.get("error") or f"the {what} was ended by {_ending(code)}")
             ready = bool(reported.get("ready"))
             was_ready |= ready
             quick = quick + 1 if not ready or time.monotonic() - child.started < QUICK_SECONDS else 0
@@ -181,6 +226,51 @@ class _Supervisor:
                 return
             ended = "; open answers ended with an error" if ready else ""
             self._log.note(f"{why}{ended}; the engine is started again")
+            if quick:
+                await asyncio.sleep(AGAIN_SECONDS * quick)
+
+    def _front(self) -> tuple[str, object]:
+        """Which process is in front of the engine, or is the engine's, and its settings."""
+        options, rack, listener = self._options, self._rack, self._engine_listener.fileno()
+        several = len(self._keys.entries) > 1
+        if rack is None:
+            return "engine_process", EngineProcessSettings(options, listener, several)
+        replicas = len(rack.slots)
+        return "router_process", RouterProcessSettings(
+            options, listener, several, rack.key, str(rack.path), replicas, rack.cluster
+        )
+
+    async def _keep_replica(self, number: int) -> None:
+        """Run one replica of this machine; again with --restart, once the server was ready."""
+        assert self._rack is not None
+        rack, slot = self._rack, self._rack.slots[number]
+        settings = ReplicaProcessSettings(
+            self._options, rack.key, str(rack.path), number, slot.threads, slot.neighbours
+        )
+        gpus = rack.gpus[number * slot.gpus : (number + 1) * slot.gpus]
+        environment = {VISIBLE: ",".join(gpus)} if gpus else {}
+        quick = 0
+        while True:
+            reported: dict[str, object] = {}
+            child = await self._start("replica_process", settings, [], environment)
+            self._replicas[number] = child
+            await child.messages(reported.update)
+            self._children.discard(child)
+            if self._stopping.is_set():
+                return
+            why = str(reported.get("error") or f"ended by {_ending(child.process.returncode or 0)}")
+            quick = quick + 1 if time.monotonic() - child.started < QUICK_SECONDS else 0
+            if not self._announced or not self._options.restart or quick >= MOST_QUICK_DEATHS:
+                self._replicas_left -= 1
+                if self._announced and self._replicas_left:
+                    again = f" {quick} times in a row" if quick > 1 else ""
+                    self._log.note(f"replica {number}: {why}{again}; it is not started again")
+                    return
+                self._failure = MegatokenError(why if not self._announced else f"no replica is left; the last: {why}")
+                self._failure.exit_code = ExitCode(int(str(reported.get("exit_code", ExitCode.ERROR))))
+                self._stopping.set()
+                return
+            self._log.note(f"replica {number}: {why}; it is started again")
             if quick:
                 await asyncio.sleep(AGAIN_SECONDS * quick)
 
@@ -213,9 +303,12 @@ class _Supervisor:
             if quick > 1:
                 await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _start(self, module: str, settings: object, descriptors: list[int]) -> _Child:
+    async def _start(
+        self, module: str, settings: object, descriptors: list[int], more: Mapping[str, str] | None = None
+    ) -> _Child:
+        """Start a process; ``more``: of its environment."""
         ours, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+        environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE} | dict(more or {})
         with theirs:
             # -P: modules of the working directory are not imported.
             process = await asyncio.create_subprocess_exec(
@@ -244,6 +337,21 @@ class _Supervisor:
 
     def _port(self) -> int:
         return int(self._listeners[0].getsockname()[1])
+
+
+def _plan_rack(options: ServeConfig, path: Path) -> _Rack:
+    """A Ray cluster, if there is one; otherwise processes of this machine.
+
+    Raises:
+        UsageError: the cluster that was named cannot be used.
+        CapacityError: more replicas than this machine has GPUs or cores for.
+    """
+    assert options.rack.cluster is not None
+    cluster = find_cluster(options.rack.cluster, lambda line: print(f"megatoken: {line}", file=sys.stderr, flush=True))
+    key = secrets.token_bytes(KEY_BYTES)
+    if cluster is not None:
+        return _Rack(path, key, cluster)
+    return _Rack(path, key, "", slots_on(options, [this_machine(options)]), visible_gpus(options))
 
 
 def _listen(options: ServeConfig) -> list[socket.socket]:

@@ -21,7 +21,7 @@ from megatoken.errors import UsageError
 from megatoken.rack.actor import WorkerSpec
 from megatoken.rack.cluster import Cluster, new_key
 from megatoken.rack.hub import Hub
-from megatoken.rack.placement import Node, Slot, Wanted, place_replicas, place_simulated
+from megatoken.rack.placement import Node, Slot, place_replicas, place_simulated, wanted_on
 from megatoken.targets.backend import Reporter, ServedModel, engine_model, tokenizer_of
 from megatoken.targets.rack import RackTarget
 from megatoken.text import count_of
@@ -177,8 +177,7 @@ def _slots(config: RunConfig, nodes: Sequence[Node], device: str) -> list[Slot]:
     if rack.simulated_gpu is not None:
         here = next(node for node in nodes if node.is_driver)
         return place_simulated(here, rack.simulated_nodes, rack.simulated_gpus // ranks)
-    on_gpus = device == "cuda" or (device == "auto" and any(node.gpus for node in nodes))
-    return place_replicas(nodes, Wanted(rack.replicas, ranks, on_gpus, config.engine.threads))
+    return place_replicas(nodes, wanted_on(nodes, rack.replicas, ranks, device, config.engine.threads))
 
 
 def _spec(config: RunConfig) -> WorkerSpec:

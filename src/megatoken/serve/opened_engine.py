@@ -1,0 +1,101 @@
+"""Opens the engine that a server asks for: one that computes, or the mock engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatoken.engine.checkpoint import open_model
+from megatoken.engine.config import ModelConfig, model_folder
+from megatoken.engine.request import Request, check_options
+from megatoken.engine.thread import Step
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import CapacityError
+from megatoken.serve.hub import SharedEngine
+from megatoken.serve.messages import EngineSizes, ServedModel
+from megatoken.serve.mock_engine import MockEngine
+from megatoken.serve.options import ServeConfig
+
+if TYPE_CHECKING:
+    from megatoken.engine.loop import Engine
+
+MOCK_SEQUENCES = 65_536
+MOCK_PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """An engine with its thread, and what the hub in front of it must know."""
+
+    engine: SharedEngine
+    close: Callable[[], None]
+    model: ServedModel
+    sizes: EngineSizes
+    check: Callable[[Request], object]
+
+
+def open_engine(options: ServeConfig, on_step: Callable[[Step], None]) -> OpenedEngine:
+    """Load the model; ``on_step`` is called on the engine's thread. Raises MegatokenError."""
+    if options.engine_kind == "mock":
+        return _open_mock(options, on_step)
+    from megatoken.engine import Engine  # loads PyTorch
+
+    return share_engine(
+        options,
+        Engine(options.model, options.engine_config(), random_weights=options.random_weights, seed=options.seed),
+        on_step,
+    )
+
+
+def share_engine(options: ServeConfig, engine: Engine, on_step: Callable[[Step], None]) -> OpenedEngine:
+    """Step an engine on a thread. Raises CapacityError if its cache is too small for any answer."""
+    from megatoken.engine import EngineThread
+
+    memory = engine.memory_plan
+    if memory.max_length < 2:
+        raise CapacityError(
+            f"the longest sequence has {memory.max_length} token, but a prompt and its answer need at least 2; "
+            "raise engine.max_length or engine.cache_tokens"
+        )
+    sizes = EngineSizes(memory.max_sequences, memory.max_batched_tokens, memory.cache_tokens, memory.page_size)
+    model = _served(options, engine.model_config, memory.max_length)
+    thread = EngineThread(engine, on_step)
+
+    def close() -> None:
+        thread.close()
+        engine.close()  # ends the processes of other ranks
+
+    return OpenedEngine(thread, close, model, sizes, engine.check)
+
+
+def _open_mock(options: ServeConfig, on_step: Callable[[Step], None]) -> OpenedEngine:
+    source = open_model(options.model, random_weights=True)
+    shape = source.config
+    model = _served(options, shape, shape.max_positions)
+    vocabulary = list(range(min(shape.vocabulary_size, 64)))
+    if model.tokenizer_file is not None:
+        tokenizer = Tokenizer(model.tokenizer_file)
+        plain = [one for one in range(min(shape.vocabulary_size, tokenizer.largest_id + 1)) if _is_word(tokenizer, one)]
+        vocabulary = plain or vocabulary
+    engine = MockEngine(shape, vocabulary, options.tokens_per_second, on_step, MOCK_SEQUENCES)
+    cache_tokens = MOCK_SEQUENCES * shape.max_positions
+    sizes = EngineSizes(MOCK_SEQUENCES, cache_tokens, cache_tokens, MOCK_PAGE_TOKENS)
+    return OpenedEngine(engine, engine.close, model, sizes, check_options)
+
+
+def _is_word(tokenizer: Tokenizer, token_id: int) -> bool:
+    text = tokenizer.decode([token_id])
+    return text.strip().isalpha() and text.isascii()
+
+
+def _served(options: ServeConfig, shape: ModelConfig, max_length: int) -> ServedModel:
+    folder = model_folder(options.model)
+    return ServedModel(
+        name=options.served_model_name or shape.name,
+        max_length=max_length,
+        vocabulary_size=shape.vocabulary_size,
+        folder=folder.resolve() if folder.is_dir() else None,
+        created=int(time.time()),
+    )
