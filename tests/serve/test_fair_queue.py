@@ -17,7 +17,10 @@ LARGE = 10**9
 
 def queue_of(**changes: object) -> FairQueue[object]:
     arguments = {"max_queued": LARGE, "max_running": LARGE, "cache_tokens": LARGE, "reserve": False} | changes
-    return FairQueue(**arguments)  # type: ignore[arg-type]
+    max_running, cache_tokens = arguments.pop("max_running"), arguments.pop("cache_tokens")
+    queue: FairQueue[object] = FairQueue(**arguments)  # type: ignore[arg-type]
+    queue.resize(max_running, cache_tokens)  # type: ignore[arg-type]
+    return queue
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=1, max_size=60)

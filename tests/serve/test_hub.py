@@ -11,8 +11,19 @@ from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.thread import Step
 from megatoken.errors import CapacityError, MegatokenError
-from megatoken.serve.hub import MOST_WAITING_BYTES, EngineSizes, Hub, Link
-from megatoken.serve.messages import Busy, FrameReader, Health, Kind, ServedModel, Submission, Unavailable, step_events
+from megatoken.serve.hub import MOST_WAITING_BYTES, Hub
+from megatoken.serve.link import Link
+from megatoken.serve.messages import (
+    Busy,
+    EngineSizes,
+    FrameReader,
+    Health,
+    Kind,
+    ServedModel,
+    Submission,
+    Unavailable,
+    step_events,
+)
 from megatoken.serve.request_errors import as_api_error
 from megatoken.serve.tenants import DEFAULT_TENANT
 
@@ -170,6 +181,6 @@ def test_an_answer_that_came_to_a_stop_string_counts_as_stopped(stopped: bool, r
         assert engine.cancelled == [0]
         hub.take_step(Step([TokenEvent(0, (), FinishReason.CANCELLED)], 0, 1))
         await asyncio.sleep(0)
-        assert hub.metrics.tenant("default").ended == {reason: 1}
+        assert hub.metrics.engine("0").ended == {reason: 1}
 
     asyncio.run(main())

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from megatoken.engine.state import ReplicaState
-from megatoken.serve.metrics import Metrics
+from megatoken.serve.messages import EngineSizes
+from megatoken.serve.metrics import EngineReport, Metrics
 
 # What load tools and dashboards for vLLM read, as of vLLM 0.27.
 VLLM_NAMES = {
@@ -38,7 +39,8 @@ SAMPLE = re.compile(r'^([a-z]+:[a-z0-9_]+)\{([a-z_]+="(?:[^"\\\n]|\\.)*"(?:,[a-z
 
 def text_of(metrics: Metrics) -> str:
     state = ReplicaState(running=2, waiting=3, pages=10, pages_free=4)
-    return metrics.text(state, {"default": (5, 2)}, {"block_size": 16, "num_gpu_blocks": 10}, healthy=True)
+    report = EngineReport(state, EngineSizes(8, 64, 160, 16))
+    return metrics.text({"0": report}, {"default": (5, 2)}, healthy=True, share=1.0)
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -61,7 +63,7 @@ def test_every_name_of_vllm_is_there_once_with_its_type() -> None:
 def test_histograms_are_cumulative_and_end_with_their_count() -> None:
     metrics = Metrics("m")
     for value in (0.0005, 0.001, 0.3, 1e6):
-        metrics.histograms["time_to_first_token_seconds"].observe(value)
+        metrics.engine("0").histograms["time_to_first_token_seconds"].observe(value)
     found = samples(text_of(metrics))
     counts = [value for (name, _), value in found.items() if name == "vllm:time_to_first_token_seconds_bucket"]
     assert counts == sorted(counts) and counts[0] == 2 and counts[-1] == 4
