@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -42,15 +43,8 @@ def health(server: Running) -> dict[str, object]:
     return {"http": answer.status, **json.loads(answer.body)}
 
 
-def holder_of(server: Running) -> int:
-    """The process of the replica that computes the only open request."""
-    engines = [name for name, count in by_engine(server, "vllm:num_requests_running").items() if count]
-    assert len(engines) == 1, engines
-    return pid_of_engine(server, engines[0])
-
-
 def pid_of_engine(server: Running, engine: str) -> int:
-    """Local replicas have the numbers of their engines; a replica's number is in no command line, but its socket is."""
+    """The process of the replica with that label."""
     return replicas_of(server)[int(engine)]
 
 
@@ -178,7 +172,7 @@ def test_conversations_find_their_pages_and_limits_of_keys_hold_over_all_replica
         history = {talk: [5 + talk] * 40 for talk in range(4)}
         cached: Counter[int] = Counter()
         for turn in range(4):
-            for talk, prompt in history.items():
+            for prompt in history.values():
                 body = {"model": "reference", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
                 answer = server.ask("POST", "/v1/completions", {**body, "return_token_ids": True}, key="alpha")
                 assert answer.status == 200, answer.body
@@ -191,11 +185,10 @@ def test_conversations_find_their_pages_and_limits_of_keys_hold_over_all_replica
         assert used["0"] and used["1"], used
 
 
-def test_a_limit_of_a_key_is_one_limit_for_the_whole_rack(tmp_path: object) -> None:
-    keys = f"{tmp_path}/keys.yaml"
-    with open(keys, "w") as file:
-        file.write("keys:\n  - {name: few, key: few, max_running: 2, requests_per_minute: 5}\n")
-    with running(*MOCK, *RACK, "2", "--api-keys", keys) as server:
+def test_a_limit_of_a_key_is_one_limit_for_the_whole_rack(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys:\n  - {name: few, key: few, max_running: 2, requests_per_minute: 5}\n")
+    with running(*MOCK, *RACK, "2", "--api-keys", str(keys)) as server:
         body = {"model": "reference", "prompt": [5, 6], "max_tokens": 40, "ignore_eos": True}
         connections = [server.connect() for _ in range(6)]
         for connection in connections:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from megatoken.engine.config import model_folder
@@ -90,7 +90,9 @@ async def _serve(settings: RouterProcessSettings, control: Control) -> None:
 def main() -> None:
     """Entry of the process."""
     control, settings = read_settings(RouterProcessSettings)
-    run_loop(control, _serve(settings, control))
+    # Ray prints messages of its daemons on standard output.
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        run_loop(control, _serve(settings, control))
 
 
 if __name__ == "__main__":
