@@ -1,13 +1,14 @@
 """Measures the front end of ``megatoken serve`` alone, with the mock engine: frames/s, added TTFT and ITL, scaling.
 
     python benchmarks/serve_front.py                      # one HTTP process: most frames/s, latencies at half of it
-    python benchmarks/serve_front.py --http-processes 1 2 4 8 --clients 4 --pin     # scaling, 16 cores
+    python benchmarks/serve_front.py --http-processes 1 2 4 8 --replicas 4 --clients 3 --pin     # scaling, 16 cores
 
 The load comes from separate client processes, which only count frames and take times. The mock engine sends the first
 token of a request at once and the others at a set pace, so every time to first token is added by the front end, and so
 is what a gap between two tokens has on top of the pace. Frames/s: the highest offered rate of those tried at which 98 %
-of the frames arrive in time. The CPU time of the HTTP processes per frame is less sensitive to other work on the
-machine.
+of the frames arrive in time. The CPU time per frame is less sensitive to other work on the machine: of the HTTP
+processes, and of the one process in front of them, which is the mock engine's, or with --replicas the router, with the
+mock engines in processes behind it. What one core does, divided by it, is the most that this process can pass on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from own_server import own_server, percentiles, save
+from own_server import OwnServer, own_server, percentiles, save
 
 WARM_UP_SECONDS = 1.5
 IN_TIME_SHARE = 0.98
@@ -41,11 +42,13 @@ class Measurement:
     """One run at one offered rate."""
 
     http_processes: int
+    replicas: int
     streams: int
     offered_frames_per_second: float
     frames_per_second: float
     http_cpu_microseconds_per_frame: float
     http_cores_used: float
+    front_cpu_microseconds_per_frame: float
     ttft_seconds: dict[str, float]
     added_itl_seconds: dict[str, float]
     failed_streams: int
@@ -118,15 +121,14 @@ def client(port: int, model: str, streams: int, seconds: float, tokens: int, res
 def measure(http_processes: int, streams: int, rate: float, options: argparse.Namespace) -> Measurement:
     """Starts a server, loads it for a while, ends it."""
     flags = ["--engine", "mock", "--model", options.model, "--http-processes", str(http_processes)]
+    if options.replicas:
+        flags += ["--rack", "auto", "--rack.replicas", str(options.replicas)]
     with own_server([*flags, "--tokens-per-second", str(rate / streams)]) as server:
-        http = [
-            one
-            for one in psutil.Process(server.process.pid).children()
-            if "megatoken.serve.http_process" in one.cmdline()
-        ]
+        http = children(server, "http_process")
+        front = children(server, "router_process" if options.replicas else "engine_process")
         clients = min(options.clients, streams)
         if options.pin:
-            pin(http, options.cores)
+            pin([*http, *front] if options.replicas else http, options.cores)
         results: Any = multiprocessing.Queue()
         tokens = min(MOST_TOKENS, int((options.seconds + 3 * WARM_UP_SECONDS + 10) * rate / streams))
         share = [streams // clients + (at < streams % clients) for at in range(clients)]
@@ -140,9 +142,10 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
             process.start()
         for _ in load:
             results.get(timeout=120)
-        before, started = cpu_seconds(http), time.perf_counter()
+        before, front_before, started = cpu_seconds(http), cpu_seconds(front), time.perf_counter()
         time.sleep(options.seconds * 0.9)
-        used, elapsed = cpu_seconds(http) - before, time.perf_counter() - started
+        used, front_used = cpu_seconds(http) - before, cpu_seconds(front) - front_before
+        elapsed = time.perf_counter() - started
         parts = [results.get(timeout=120) for _ in load]
         for process in load:
             process.join()
@@ -151,26 +154,34 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
     gaps = np.array([one for part in parts for one in part[2]]) - streams / rate
     return Measurement(
         http_processes=http_processes,
+        replicas=options.replicas,
         streams=streams,
         offered_frames_per_second=rate,
         frames_per_second=round(frames, 1),
         http_cpu_microseconds_per_frame=round(used / elapsed / frames * 1e6, 2),
         http_cores_used=round(used / elapsed, 3),
+        front_cpu_microseconds_per_frame=round(front_used / elapsed / frames * 1e6, 2),
         ttft_seconds=percentiles(ttft),
         added_itl_seconds=percentiles(gaps),
         failed_streams=sum(part[3] for part in parts),
     )
 
 
-def pin(http: list[psutil.Process], cores: list[int]) -> None:
-    """One core for each HTTP process, the others for engine and clients."""
-    for process, core in zip(http, cores, strict=False):
+def children(server: OwnServer, module: str) -> list[psutil.Process]:
+    """The server's processes of one kind."""
+    found = psutil.Process(server.process.pid).children()
+    return [one for one in found if f"megatoken.serve.{module}" in one.cmdline()]
+
+
+def pin(alone: list[psutil.Process], cores: list[int]) -> None:
+    """One core for each of these processes, the others for engines and clients."""
+    for process, core in zip(alone, cores, strict=False):
         process.cpu_affinity([core])
-    others = cores[len(http) :]
+    others = cores[len(alone) :]
     os.sched_setaffinity(0, others)  # of the clients, which this process starts
-    parent = http[0].parent()
+    parent = alone[0].parent()
     for process in [parent, *parent.children()] if parent is not None else []:
-        if process not in http:
+        if process not in alone:
             process.cpu_affinity(others)
 
 
@@ -182,6 +193,14 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 def measure_all(options: argparse.Namespace) -> Iterator[Measurement]:
     """For each number of processes offers more and more, until frames come late."""
     for http_processes in options.http_processes:
+        alone = http_processes + (1 if options.replicas else 0)
+        if options.pin and alone >= len(options.cores):
+            print(
+                f"--http-processes {http_processes} left out: with --pin {alone} processes take a core each, and the "
+                f"rest needs one more; this machine has {len(options.cores)}",
+                file=sys.stderr,
+            )
+            continue
         for rate in options.rates:
             measured = measure(http_processes, options.streams, rate * http_processes, options)
             yield measured
@@ -193,21 +212,19 @@ def main() -> None:
     """Measures and prints JSON lines; --out has all of them after each measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--http-processes", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--replicas", type=int, default=0, help="mock engine processes behind a router; 0: one, no router"
+    )
     parser.add_argument("--streams", type=int, default=1024)
     parser.add_argument("--clients", type=int, default=1, help="client processes")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
     parser.add_argument("--model", default="reference")
     rates = [20_000.0, 30_000.0, 40_000.0, 50_000.0, 60_000.0, 70_000.0, 80_000.0, 100_000.0]
     parser.add_argument("--rates", type=float, nargs="+", default=rates, help="frames/s to offer each HTTP process")
-    parser.add_argument("--pin", action="store_true", help="a core for each HTTP process, the others for the rest")
+    parser.add_argument("--pin", action="store_true", help="a core for each HTTP process and the router")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.cores = sorted(os.sched_getaffinity(0))  # before a measurement pins this process
-    most = max(options.http_processes)
-    if options.pin and most >= len(options.cores):
-        parser.error(
-            f"--pin: {most} HTTP processes and the rest need more than {len(options.cores)} cores; leave it out"
-        )
     results = []
     for measured in measure_all(options):
         results.append(asdict(measured))
