@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatoken.config import KEYS, EngineSection, RunConfig, load_answer_config, load_run_config, nearest
 from megatoken.engine import EngineConfig, Sampling
 from megatoken.errors import ConfigError, ExitCode
+from megatoken.serve.options import load_serve_config
 
 
 def write(folder: Path, text: str) -> Path:
@@ -282,3 +283,14 @@ def test_no_file_gets_more_than_a_configuration_error(tmp_path_factory: pytest.T
     path.write_bytes(content)
     with suppress(ConfigError):
         load_run_config(path, {})
+
+
+def test_a_rack_of_a_server_takes_the_same_file_without_the_keys_of_a_run(tmp_path: Path) -> None:
+    file = write(tmp_path, "replicas: 3\ndead_after_seconds: 2\n")
+    rack = load_serve_config({}, str(file)).rack
+    assert (rack.cluster, rack.replicas, rack.dead_after_seconds) == ("auto", 3, 2.0)
+    assert load_serve_config({"rack.replicas": "2"}, "10.0.0.1:6379").rack.cluster == "10.0.0.1:6379"
+    with pytest.raises(ConfigError, match=r"run\.yaml:1: unknown key 'rack\.count'; see megatoken serve --help"):
+        load_serve_config({}, str(write(tmp_path, "count: per_node\n")))
+    with pytest.raises(ConfigError, match="only for a rack; give --rack auto"):
+        load_serve_config({"rack.replicas": "2"})

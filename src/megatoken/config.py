@@ -385,7 +385,8 @@ def _settings(root: yaml.Node, file: str, keys: Mapping[str, Key], section: str)
                 yield from walk(value_node, key)
             else:
                 meant = nearest(FLAG_ALIASES.get(key, key), [*keys, *sections])
-                fix = f"did you mean {meant}?" if meant else "see the command's --help"
+                command = "run" if keys is KEYS else "serve"
+                fix = f"did you mean {meant}?" if meant else f"see megatoken {command} --help"
                 raise ConfigError(f"{place}: unknown key '{key}'; {fix}")
 
     yield from walk(root, section)
