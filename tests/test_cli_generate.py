@@ -22,7 +22,7 @@ from cli_support import (
     wait_until_busy,
     write_lines,
 )
-from megatoken.config import load_answer_config, load_run_config
+from megatoken.config import AnswerConfig, load_flags, load_run_config
 from megatoken.harness.generate import stream_prompt
 
 
@@ -183,7 +183,7 @@ def test_a_streamed_prompt_is_held_against_vocabulary_and_context_like_one_of_a_
 
 def test_an_interrupted_stream_says_that_its_answer_is_cut_off(model: Path) -> None:
     config = load_run_config(None, {"model": str(model), "max-tokens": "30"})
-    pieces = stream_prompt(config, load_answer_config({}), "hello")
+    pieces = stream_prompt(config, load_flags(AnswerConfig, {}), "hello")
     next(pieces)
     with pytest.raises(KeyboardInterrupt, match="the answer is cut off"):
         pieces.throw(KeyboardInterrupt())

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.config import KEYS, EngineSection, RunConfig, load_answer_config, load_run_config, nearest
+from megatoken.config import KEYS, AnswerConfig, EngineSection, RunConfig, load_flags, load_run_config, nearest
 from megatoken.engine import EngineConfig, Sampling
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.serve.options import load_serve_config
@@ -219,17 +219,17 @@ def test_what_is_wrong_in_a_flag_is_named_as_typed(flags: dict[str, str | bool],
 )
 def test_what_is_wrong_in_a_sampling_flag_is_named_as_typed(flags: dict[str, str | None], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_answer_config(flags)
+        load_flags(AnswerConfig, flags)
     assert str(caught.value).startswith(message)
 
 
 def test_sampling_flags_become_the_engines_sampling() -> None:
-    config = load_answer_config(
-        {"temperature": ".5", "top-k": "40", "top-p": None, "seed": "7", "stop-token-ids": "1, 2,3"}
+    config = load_flags(
+        AnswerConfig, {"temperature": ".5", "top-k": "40", "top-p": None, "seed": "7", "stop-token-ids": "1, 2,3"}
     )
     assert config.sampling() == Sampling(temperature=0.5, top_k=40, top_p=1.0, seed=7)
     assert config.stop_token_ids == (1, 2, 3)
-    assert load_answer_config({}).sampling() == Sampling()
+    assert load_flags(AnswerConfig, {}).sampling() == Sampling()
 
 
 def test_letters_that_changed_places_count_for_more_than_a_missing_one() -> None:

@@ -312,11 +312,6 @@ def load_limits(slo: Path | None, flags: Mapping[str, str | bool | None]) -> dic
     return config.model_dump(mode="json", include={"limits", "dollars_per_hour"})
 
 
-def load_answer_config(flags: Mapping[str, str | None]) -> AnswerConfig:
-    """Loads the settings of ``generate``: defaults, overridden by flags. Raises ConfigError."""
-    return load_flags(AnswerConfig, flags)
-
-
 def load_flags(schema: type[_Schema], flags: Mapping[str, str | bool | None], rack: str | None = None) -> _Schema:
     """Loads settings: defaults, overridden by ``rack`` as for a run, overridden by flags. Raises ConfigError."""
     return _checked(schema, _rack_settings(rack, keys_of(schema)) | _from_flags(flags))
@@ -385,8 +380,9 @@ def _settings(root: yaml.Node, file: str, keys: Mapping[str, Key], section: str)
                 yield from walk(value_node, key)
             else:
                 meant = nearest(FLAG_ALIASES.get(key, key), [*keys, *sections])
-                command = "run" if keys is KEYS else "serve"
-                fix = f"did you mean {meant}?" if meant else f"see megatoken {command} --help"
+                fix = (
+                    f"did you mean {meant}?" if meant else f"see megatoken {'run' if keys is KEYS else 'serve'} --help"
+                )
                 raise ConfigError(f"{place}: unknown key '{key}'; {fix}")
 
     yield from walk(root, section)

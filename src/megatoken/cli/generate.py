@@ -36,14 +36,14 @@ def generate(
     prompt: Annotated[str | None, flag("TEXT", "One prompt; prints its answer as it is generated.")] = None,
 ) -> int:
     """Generate answers to the prompts of a file, or to one prompt."""
-    from megatoken.config import load_answer_config, load_run_config
+    from megatoken.config import AnswerConfig, load_flags, load_run_config
 
     if (prompt is None) == (prompts is None):
         raise UsageError("give either --prompts IN.jsonl with --out OUT.jsonl, or --prompt TEXT")
     if (prompts is None) != (out is None):
         raise UsageError("--prompts IN.jsonl and --out OUT.jsonl go together")
     flags = {name.replace("_", "-") if "." not in name else name: text for name, text in ctx.meta[FLAGS].items()}
-    answers = load_answer_config({name: text for name, text in flags.items() if name in _ANSWER_KEYS})
+    answers = load_flags(AnswerConfig, {name: text for name, text in flags.items() if name in _ANSWER_KEYS})
     config = load_run_config(None, {name: text for name, text in flags.items() if name not in _ANSWER_KEYS})
 
     from megatoken.harness.generate import generate_file, stream_prompt
