@@ -380,9 +380,7 @@ def _settings(root: yaml.Node, file: str, keys: Mapping[str, Key], section: str)
                 yield from walk(value_node, key)
             else:
                 meant = nearest(FLAG_ALIASES.get(key, key), [*keys, *sections])
-                fix = (
-                    f"did you mean {meant}?" if meant else f"see megatoken {'run' if keys is KEYS else 'serve'} --help"
-                )
+                fix = f"did you mean {meant}?" if meant else "see megatoken run --help"
                 raise ConfigError(f"{place}: unknown key '{key}'; {fix}")
 
     yield from walk(root, section)

@@ -16,6 +16,7 @@ import yaml
 from cli_support import TIMEOUT_SECONDS
 from megatoken.cli.application import app
 from megatoken.runs.run import Verdict, read_run
+from megatoken.serve.options import ServeConfig, load_serve_config
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -29,7 +30,7 @@ KUBERAY_FIELDS = {
     "rayClusterSpec": {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs", "autoscalerOptions"},
     "headGroupSpec": {"rayStartParams", "template", "serviceType", "headService", "enableIngress"},
     "workerGroupSpec": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
-    "container": {"name", "image", "ports", "resources", "volumeMounts", "env", "command", "args"},
+    "container": {"name", "image", "ports", "resources", "volumeMounts", "env", "envFrom", "command", "args"},
 }
 
 SRUN = """#!/bin/bash
@@ -111,6 +112,7 @@ def test_the_image_copies_what_the_package_is_built_from() -> None:
         ((), "run"),
         (("soak", "--duration", "80m", "--model", "a b"), "soak"),
         (("soak", "--resume", "runs/x"), "soak"),  # which takes no --out
+        (("serve", "--host", "0.0.0.0"), "serve"),
     ],
 )
 def test_a_slurm_job_starts_every_node_with_one_token_and_ends_as_the_run_does(
@@ -237,6 +239,38 @@ def test_the_kuberay_manifest_has_documented_fields_and_hangs_together() -> None
     assert [mount["mountPath"] for mount in head["template"]["spec"]["containers"][0]["volumeMounts"]] == [out[1]]
 
 
+def test_a_server_on_kubernetes_is_that_of_the_job_and_has_an_address() -> None:
+    recipe = (LAUNCH / "kuberay-serve.yaml").read_text()
+    service, policy = yaml.safe_load_all(recipe)
+    found = re.search(r"^#   sed '(.*)' (\S+) \|$", recipe, re.MULTILINE)
+    assert found is not None and found[2] == "launch/kuberay.yaml"
+    changed = subprocess.run(["sed", found[1], LAUNCH / "kuberay.yaml"], check=True, capture_output=True, text=True)
+    job, _ = yaml.safe_load_all(changed.stdout)
+    assert job["spec"]["entrypoint"].split()[:4] == ["megatoken", "serve", "--rack", "auto"]
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    labels = {**head["metadata"]["labels"], "ray.io/node-type": "head"}
+    assert service["spec"]["selector"] == policy["spec"]["podSelector"]["matchLabels"] == labels
+    (container,) = head["spec"]["containers"]
+    served = {port["containerPort"] for port in container["ports"]}
+    (address,), ((opened,),) = service["spec"]["ports"], [rule["ports"] for rule in policy["spec"]["ingress"]]
+    assert address["targetPort"] == opened["port"] == ServeConfig().port and opened["port"] in served
+    assert container["envFrom"] == [{"secretRef": {"name": service["metadata"]["name"], "optional": True}}]
+
+
+def test_systemd_accepts_the_service_and_waits_for_open_answers(tmp_path: Path) -> None:
+    text = (LAUNCH / "megatoken-serve.service").read_text()
+    (command,) = re.findall(r"^ExecStart=(\S+) ", text, re.MULTILINE)
+    (drain,) = re.findall(r"--drain-seconds (\d+)", text)
+    (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    assert int(patience) > int(drain)
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = tmp_path / "megatoken-serve.service"
+    unit.write_text(text.replace(command, "/bin/true"))
+    checked = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert checked.returncode == 0 and unit.name not in checked.stderr, checked.stderr
+
+
 def texts(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for item in value.values():
@@ -247,10 +281,17 @@ def texts(value: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in LAUNCH.iterdir()))
 def test_recipes_call_commands_that_there_are(recipe: str) -> None:
-    known = {"soak", "run"} & {command.callback.__name__ for command in app.registered_commands if command.callback}
+    known = {"soak", "run", "serve"} & {
+        command.callback.__name__ for command in app.registered_commands if command.callback
+    }
     text = (LAUNCH / recipe).read_text()
-    called = re.findall(r"megatoken (?:run|soak|measure\w*|bench\w*)\b", text)
+    called = re.findall(r"megatoken (?:run|soak|serve|measure\w*|bench\w*)\b", text)
     assert {call.split()[1] for call in called} <= known
+    for flags in re.findall(r"megatoken serve( --rack auto[^'|\n]*)", text):
+        words = flags.split()
+        assert load_serve_config(
+            {n[2:]: v for n, v in zip(words[2::2], words[3::2], strict=False) if n != "--json"}, "auto"
+        )
     assert "--rack auto" in text or recipe in ("Dockerfile", "grafana.json", "ray_node.sh", "wait_for_nodes.py")
 
 
