@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint, teacher_forced
 from engines import answer_alone, drain, make_engine, request
 from over_admission import expect_short_answers
 from transformers import AutoModelForCausalLM
@@ -168,3 +169,15 @@ def test_logits_of_a_prompt_are_made_a_few_at_a_time(directory: Path, monkeypatc
     [found] = engine.generate([request(prompt_tokens=150, tokens=1, prompt_logprobs=0)])
     assert len(found.prompt_logprobs) == 149
     assert max(rows) == BLOCK_SAMPLES and sum(rows) >= 149
+
+
+def test_logits_of_a_text_are_those_of_transformers(tmp_path: Path) -> None:
+    """In steps of several chunks, each with its padding."""
+    model = make_checkpoint(tmp_path)
+    text = [(17 * place) % 301 for place in range(45)]
+    with make_engine(tmp_path) as engine:
+        logits = engine._runner.teacher_forced(text)
+        again = engine._runner.teacher_forced(text)
+    expected = teacher_forced(model, text[:1], [*text[1:], 0])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert torch.equal(logits, again)

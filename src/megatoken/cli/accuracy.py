@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatoken.cli.flags import flag, place
-from megatoken.cli.output import Json, counted, print_result
+from megatoken.cli.output import Json, Out, counted, deliver, print_result
+from megatoken.errors import UsageError
 
 if TYPE_CHECKING:
     from megatoken.accuracy.judge import Judged
 
 
 def accuracy(
-    path: Annotated[Path, place("PATH", "Run folder, or LoadGen accuracy log, or the folder of that log.")],
+    path: Annotated[
+        Path, place("PATH", "Run folder, LoadGen accuracy log or its folder; with --against a checkpoint.")
+    ],
     references: Annotated[
         Path | None, flag("FILE", "Data set with the expected answers. Default: the prompts of the run.")
     ] = None,
@@ -35,9 +38,26 @@ def accuracy(
     partial: Annotated[
         bool, typer.Option("--partial", help="Score the answered rows if some rows have no answer.")
     ] = False,
+    against: Annotated[
+        str | None, flag("DIR", "Compare the checkpoint PATH with this one, which it was made from; or reference.")
+    ] = None,
+    samples: Annotated[int | None, flag("N", "With --against: use only the first N prompts.", min=1)] = None,
+    precision: Annotated[str, flag("fp32|bf16|fp8", "With --against: precision in which both run.")] = "bf16",
+    out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Score the answers of an accuracy run. Uses the metrics of MLPerf; writes accuracy.txt and accuracy.json."""
+    """Score the answers of an accuracy run, or compare a quantized checkpoint with its original.
+
+    A run is scored by the metrics of MLPerf; accuracy.txt and accuracy.json are written into its folder.
+    """
+    if against is not None:
+        if benchmark is not None or baseline is not None or model is not None or partial:
+            raise UsageError(
+                "--against: compares checkpoints; leave out --model, --benchmark, --baseline and --partial"
+            )
+        return _compare(path, against, references, samples, precision, share, out, json_only=json_only)
+    if samples is not None or out is not None:
+        raise UsageError("--samples and --out: are for --against; the result of a run goes into its folder")
     from megatoken.accuracy.judge import judge
     from megatoken.engine.config import model_folder
 
@@ -55,6 +75,35 @@ def accuracy(
     kept = f"the result is in {judged.folder}"
     print_result(judged.document, lambda: _show(judged), json_only=json_only, kept=kept)
     return judged.verdict.exit_code
+
+
+def _compare(
+    path: Path,
+    against: str,
+    references: Path | None,
+    samples: int | None,
+    precision: str,
+    share: float,
+    out: Path | None,
+    *,
+    json_only: bool,
+) -> int:
+    from megatoken.accuracy.against import compare
+    from megatoken.engine.schemes import find_scheme
+    from megatoken.runs.run import Verdict
+
+    with counted("answers and texts") as progress:
+        document = compare(
+            str(path),
+            against,
+            references=references,
+            samples=samples,
+            precision=find_scheme(precision).precision,
+            share=share,
+            progress=progress,
+        )
+    deliver(document, json_only=json_only, out=out, full=True)
+    return Verdict(document["verdict"]).exit_code
 
 
 def _show(judged: Judged) -> None:

@@ -396,6 +396,25 @@ class ModelRunner:
         return _Computed(logits_SV, self._ops.greedy(logits_SV), batch.sample_slots, logprobs)
 
     @torch.inference_mode()
+    def teacher_forced(self, token_ids: list[int]) -> Tensor:
+        """Logits [T, V] after each token of a text, on the device. Nothing else may be running."""
+        scheduler = self.memory_plan.scheduler()
+        scheduler.add(0, len(token_ids), 1)
+        parts = []
+        while (plan := scheduler.plan()) is not None:
+            arrays = step_arrays(
+                plan,
+                scheduler.page_table,
+                self._cache[0].page_size,
+                lambda _, start, count: token_ids[start : start + count],
+                self._padded_tokens,
+            )
+            batch = self._ops.prepare(arrays, self._last_tokens)
+            hidden_TD = hidden_states(self._weights, self._config, self._ops, self._cache, batch, every_token=True)
+            parts.append(self._ops.linear(hidden_TD[: plan.batched_tokens], self._weights.head))
+        return torch.cat(parts)
+
+    @torch.inference_mode()
     def finish(self, computed: _Computed, choice: _Choice | None) -> SampledIds:
         """The end of a step on the device; ``choice`` replaces the greedy ids of the requests that want others."""
         logits_SV, ids_S, slots_S, prompt_logprobs = computed

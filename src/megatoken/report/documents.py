@@ -15,7 +15,18 @@ from megatoken.report.words import clean
 from megatoken.text import is_number
 
 PLANS = ("plan_buy", "plan_capacity", "plan_fleet", "plan_energy", "plan_cost", "plan_throughput")
-KINDS = ("audit", "aggregate", "comparison", "repeats", "sweep", "sweep_comparison", "qualify", "check", *PLANS)
+KINDS = (
+    "audit",
+    "aggregate",
+    "comparison",
+    "repeats",
+    "sweep",
+    "sweep_comparison",
+    "qualify",
+    "check",
+    "accuracy_against",
+    *PLANS,
+)
 SCHEMA_VERSION = 1
 LARGEST_BYTES = 64 * 2**20
 DEEPEST = 40

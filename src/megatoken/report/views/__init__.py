@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatoken.report.blocks import View
 from megatoken.report.documents import Document
+from megatoken.report.views.accuracy import accuracy_view
 from megatoken.report.views.aggregate import aggregate_view
 from megatoken.report.views.audit import audit_view
 from megatoken.report.views.comparison import comparison_view
@@ -17,6 +18,7 @@ from megatoken.report.views.sweep import sweep_comparison_view, sweep_view
 __all__ = ["document_view", "run_view"]
 
 VIEWS = {
+    "accuracy_against": accuracy_view,
     "audit": audit_view,
     "aggregate": aggregate_view,
     "check": check_view,

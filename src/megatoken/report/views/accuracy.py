@@ -1,0 +1,157 @@
+"""A checkpoint against the one that it was made from: verdict, then each piece of evidence with its interval."""
+
+from __future__ import annotations
+
+from megatoken.report.bars import Bar, bar_chart
+from megatoken.report.blocks import Badge, Cell, Column, Facts, Figure, Points, Table, Verdict, View, section
+from megatoken.report.documents import Document
+from megatoken.report.views.common import view
+from megatoken.text import count_of, number, precise
+
+TONES = {"VALID": "good", "INVALID": "bad"}
+KNOWN = (
+    *("verdict", "failed", "share", "model", "against", "precision", "samples", "identical_answers"),
+    *("decoders", "weights", "next_tokens", "next_tokens_of_answers", "tasks", "lengths"),
+)
+
+
+def accuracy_view(document: Document) -> View:
+    """The report on ``megatoken accuracy DIR --against DIR``."""
+    verdict, samples = document.text("verdict"), int(document.number("samples") or 0)
+    failed = document.texts("failed")
+    share = f"{100 * (document.number('share') or 0):g} %"
+    meaning = (
+        f"missed: {', '.join(failed)}"
+        if failed
+        else f"every score keeps at least {share} with 95 % confidence, and answers are as long within 10 %"
+    )
+    summary = (
+        Verdict((Badge(verdict, TONES.get(verdict, "quiet")),), meaning),
+        Points("", tuple(("", sentence) for sentence in _sentences(document, samples))),
+    )
+    sections = (
+        section("Scores", _tasks(document)),
+        section(
+            "Next tokens",
+            _next_tokens("In answers", document.part("next_tokens_of_answers")),
+            _next_tokens("In prompts and answers", document.part("next_tokens")),
+        ),
+        section("Lengths of answers", _lengths(document.part("lengths"))),
+        section("Error of the weights", _weights(document), _chart(document)),
+        section("Decoders", _decoders(document)),
+        section("Checkpoints", Facts("Checkpoints", {name: document.text(name) for name in ("model", "against")})),
+    )
+    return view(document, verdict, summary, sections, KNOWN)
+
+
+def _sentences(document: Document, samples: int) -> list[str]:
+    tokens, lengths = document.part("next_tokens_of_answers"), document.part("lengths")
+    same, ratio = tokens.part("same_best_token"), lengths.part("ratio")
+    shorter = 100 * ((ratio.number("value") or 1) - 1)
+    identical = int(document.number("identical_answers") or 0)
+    return [
+        f"{document.text('model')} against {document.text('against')}, both in {document.text('precision')}, "
+        f"{count_of(samples, 'prompt')}",
+        f"The best next token is the same at {_percent(same)} of {number(tokens.number('positions'))} answer tokens; "
+        f"KL divergence {_interval(tokens.part('kl_nats'))} nats a token",
+        f"Answers have {shorter:+.1f} % tokens ({_interval(ratio)} of the other's); {identical:,} of {samples:,} are "
+        "identical",
+    ]
+
+
+def _interval(interval: Document) -> str:
+    value, low, high = (interval.number(key) for key in ("value", "low", "high"))
+    return f"{precise(value)} ({precise(low)} to {precise(high)})"
+
+
+def _percent(interval: Document) -> str:
+    value, low, high = (100 * (interval.number(key) or 0) for key in ("value", "low", "high"))
+    return f"{value:.2f} % ({low:.2f} to {high:.2f})"
+
+
+def _tasks(document: Document) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    tasks = document.part("tasks")
+    for name in tasks.values:
+        one = tasks.part(name)
+        rows.append(
+            (
+                name,
+                f"{one.number('model') or 0:.2f}",
+                f"{one.number('against') or 0:.2f}",
+                _interval(one.part("difference")),
+                _percent(one.part("ratio")),
+                f"{one.number('only_model_full') or 0:.0f} / {one.number('only_against_full') or 0:.0f}",
+                f"{one.number('mcnemar_p') or 0:.2f}",
+            )
+        )
+    columns = (
+        Column("Score"),
+        *(Column(name, numeric=True) for name in ("Model", "Against", "Difference", "Of it", "Only full", "McNemar p")),
+    )
+    note = (
+        "Intervals of 95 % by paired bootstrap. Only full: answers with the full score of the model alone / the other"
+    )
+    return Table("Scores", columns, tuple(rows), note=note)
+
+
+def _next_tokens(caption: str, tokens: Document) -> Table:
+    rows: tuple[tuple[Cell, ...], ...] = (
+        ("Same best token", _percent(tokens.part("same_best_token"))),
+        ("KL divergence, nats a token", _interval(tokens.part("kl_nats"))),
+        ("KL divergence of the worst text", precise(tokens.number("kl_largest_text_nats"))),
+        ("Positions, texts", f"{number(tokens.number('positions'))}, {number(tokens.number('texts'))}"),
+    )
+    note = "Text: each prompt with the other's answer. Intervals of 95 %: Wilson's, and bootstrap over texts"
+    return Table(caption, (Column("Measure"), Column("Value", numeric=True)), rows, note=note)
+
+
+def _lengths(lengths: Document) -> Table:
+    rows: tuple[tuple[Cell, ...], ...] = (
+        ("Mean tokens, model", precise(lengths.number("model"))),
+        ("Mean tokens, against", precise(lengths.number("against"))),
+        ("Ratio", _interval(lengths.part("ratio"))),
+        ("Ended by themselves, model", _percent(lengths.part("model_ended"))),
+        ("Ended by themselves, against", _percent(lengths.part("against_ended"))),
+    )
+    return Table("Lengths", (Column("Measure"), Column("Value", numeric=True)), rows)
+
+
+def _weights(document: Document) -> Table:
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (
+            one.text("linears"),
+            number(one.number("count")),
+            one.text("form"),
+            f"{100 * (one.number('relative_rms_error') or 0):.2f}",
+            f"{100 * (one.number('worst_block_error') or 0):.1f}",
+        )
+        for one in document.parts("weights")
+    )
+    columns = (
+        Column("Linears"),
+        Column("Count", numeric=True),
+        Column("Form"),
+        Column("Error", "%", numeric=True),
+        Column("Worst block", "%", numeric=True),
+    )
+    note = "Root mean square of the error, relative to that of the linear's weights; blocks of up to 16 columns"
+    return Table("Weights", columns, rows, note=note)
+
+
+def _chart(document: Document) -> Figure | None:
+    bars = [
+        Bar(one.text("linears"), 100 * (one.number("relative_rms_error") or 0), "") for one in document.parts("weights")
+    ]
+    return bar_chart("Error of the weights", "%", bars) if bars else None
+
+
+def _decoders(document: Document) -> Table:
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (one.text("name"), number(one.number("values")), number(one.number("wrong")))
+        for one in document.parts("decoders")
+    )
+    note = "Values of every code with every scale, compared with exact arithmetic on the formats' definitions"
+    return Table(
+        "Decoders", (Column("Format"), Column("Values", numeric=True), Column("Wrong", numeric=True)), rows, note=note
+    )
