@@ -45,9 +45,10 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
 
     Points that were interrupted before their window are listed in ``notes`` only.
     """
-    whole = [run for run in runs if run.result["load"]["window_seconds"]]
-    points = [point_figures(run) for run in whole]
     first = runs[0]
+    whole = [run for run in runs if run.result["load"]["window_seconds"]]
+    # An Offline run, which rules may ask for, has no place on a curve.
+    points = [point_figures(run) for run in whole if run.result["load"]["kind"] == first.result["load"]["kind"]]
     subject = " ".join(str(part) for part in (first.result.get("model"), first.result.get("precision")) if part)
     kind = first.result["load"]["kind"]
     left_out = [run.path.name for run in runs if run not in whole]

@@ -54,7 +54,10 @@ def configuration(folder: RunFolder) -> Iterator[str]:
     scenario = {"scenario": SOAK} if "soak" in result and config.get("scenario") == "offline" else {}
     if "load" in result and config.get("scenario") == "server":  # a sweep takes its limits and how it streams
         scenario = {"scenario": SWEEP}
+    served = {"precision"} if _at(result, "target.kind") == "endpoint" else set()  # only the server knows it
     for field, key in {**_CONFIGURED, **_STEP, **({} if folder.on_rack else _ENGINE)}.items():
+        if field in served:
+            continue
         stated, asked = _at(result, field), _at({**config, **scenario}, key)
         left_open = asked in (None, "auto") and key.startswith("engine.") and key not in _STEP.values()
         if asked is not ... and not left_open and (stated is not ... or "." not in field) and stated != asked:

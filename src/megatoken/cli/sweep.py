@@ -27,6 +27,7 @@ from megatoken.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from megatoken.config import RunConfig
+    from megatoken.harness.command import Test
     from megatoken.harness.prepare import Prepared
     from megatoken.harness.progress import Progress
     from megatoken.harness.sweep.plan import SweepPlan
@@ -77,8 +78,18 @@ def sweep(
         Path | None, flag("FILE", "Replay a trace of Mooncake, BurstGPT or Azure, with its times and lengths.")
     ] = None,
     speed: Annotated[str | None, flag("0.5,1,2", "How many times faster to replay the trace. Default: 1.")] = None,
-    window: Annotated[float, flag("SECONDS", "Length of the measured window of each load.")] = 10.0,
+    window: Annotated[
+        float | None, flag("SECONDS", "Length of the measured window of each load. Default: 10; with --rules, theirs.")
+    ] = None,
     settle: Annotated[float, flag("SECONDS", "Shortest time of a load before its window.")] = 2.0,
+    rules: Annotated[
+        str | None,
+        flag("endpoints-v1.0", "Claim the rules of MLPerf Endpoints: verdicts for each point and the curve."),
+    ] = None,
+    seed_set: Annotated[str, flag("ID", "Published seed set, with --rules.")] = "A",
+    disclosures: Annotated[
+        Path | None, flag("FILE", "What a submitter states for each point (YAML); goes into point.yaml.")
+    ] = None,
     rack: Rack = None,
     slo: Slo = None,
     dry_run: DryRun = False,
@@ -88,17 +99,22 @@ def sweep(
 
     One load after the other, closed loop or open loop; finds the knee.
     """
+    config = _config(config_file, ctx.meta[FLAGS], rack, slo)
+    if rules is not None:
+        claim = _claim(
+            rules, seed_set, disclosures, concurrency, window, config, others=[trace, speed, rates, burstiness]
+        )
+        return measure_and_show(config, claim, dry_run=dry_run, json_only=json_only)
     if trace is not None or speed is not None:
         plan = _replay(trace, speed, settle, others=[concurrency, rates, burstiness])
     else:
-        plan = _plan(concurrency, rates, arrivals, burstiness, window, settle)
+        plan = _plan(concurrency, rates, arrivals, burstiness, 10.0 if window is None else window, settle)
 
     def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
         from megatoken.harness.sweep.sweep import run_sweep
 
         return run_sweep(prepared, config, plan, target, progress)
 
-    config = _config(config_file, ctx.meta[FLAGS], rack, slo)
     return measure_and_show(config, test, dry_run=dry_run, json_only=json_only)
 
 
@@ -117,6 +133,63 @@ def _config(config_file: Path | None, given: Mapping[str, str], rack: str | None
         if value != KEYS[key].default:
             raise ConfigError(f"{key}: not a setting of a sweep, which has loads of its own; leave it out")
     return config
+
+
+def _claim(
+    rules: str,
+    seed_set: str,
+    disclosures: Path | None,
+    concurrency: str | None,
+    window: float | None,
+    config: RunConfig,
+    others: list[object],
+) -> Test:
+    """A sweep by the rules of MLPerf Endpoints."""
+    from megatoken.harness.sweep.plan import LARGEST_CONCURRENCY, values_of
+    from megatoken.harness.sweep.ruled import RuledPlan, read_disclosures, with_tokenizer
+    from megatoken.mlperf.endpoints import chosen_points, endpoint_rules, regions
+
+    known = endpoint_rules(rules)
+    if any(other is not None for other in others):
+        raise UsageError(f"--rules {rules}: fixed concurrency only; leave out --rates, --trace and their flags")
+    if seed_set not in known["seed_sets"]:
+        raise UsageError(f"--seed-set {seed_set}: published are {', '.join(known['seed_sets'])}")
+    if config.repeat != 1:
+        raise UsageError(f"--rules {rules}: a curve has each point once; leave out --repeat")
+    if window is not None and window < 1:
+        raise UsageError("--window: at least 1 second")
+    most = min(LARGEST_CONCURRENCY, config.endpoint.max_in_flight)
+    values = chosen_points(most)
+    if concurrency is not None:
+        values = tuple(round(one) for one in values_of("--concurrency", concurrency, whole=True))
+    regions(values[0], values[-1])
+    over_http = config.endpoint.urls is not None
+    if over_http and values[-1] > config.endpoint.max_in_flight:
+        raise UsageError(
+            f"--concurrency {values[-1]}: the client keeps {config.endpoint.max_in_flight} requests open; raise"
+            " --endpoint.max_in_flight"
+        )
+    stated = read_disclosures(disclosures) if disclosures is not None else {}
+    models = {model["benchmark"]: name for name, model in known["models"].items()}
+
+    def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
+        from megatoken.harness.sweep.sweep import run_sweep
+
+        plan = RuledPlan(
+            values,
+            rules,
+            seed_set,
+            with_tokenizer(prepared),
+            window,
+            over_http,
+            config.endpoint.max_in_flight if over_http else None,
+            config.endpoint.stream is not False,
+            models.get(config.benchmark or ""),
+            stated,
+        )
+        return run_sweep(plan.prepared, config, plan, target, progress)
+
+    return test
 
 
 def _replay(trace: Path | None, speed: str | None, settle: float, others: list[object]) -> SweepPlan:

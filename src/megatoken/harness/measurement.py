@@ -12,10 +12,9 @@ import socket
 import time
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +31,7 @@ from megatoken.harness.loadgen import LOADGEN_SCENARIOS, TestSettings
 from megatoken.harness.loadgen_plan import samples_drawn
 from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.progress import ExpectedWork, Progress, seconds_left
+from megatoken.harness.protocols import Answers, Load, Record
 from megatoken.harness.text_stages import TextStages
 from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.runs.tables import SampleRow, SeriesRow
@@ -43,53 +43,6 @@ QUEUED_PER_REPLICA = 128  # the same if many replicas pull: all of them get samp
 OFFLINE_POLL_SECONDS = 0.1
 NO_TOKEN = 0  # given to LoadGen as the first token of an answer in text; LoadGen only times it
 PROMPT_POLL_SECONDS = 0.001  # longest that a due sample waits for a target without events
-
-
-class Load(Protocol):
-    """Issues samples, numbered from 0, and receives their ends: a test of LoadGen, the load of a soak or of a sweep."""
-
-    @property
-    def issued(self) -> int:
-        """Samples issued so far."""
-
-    @property
-    def all_issued(self) -> bool:
-        """Whether no more samples come."""
-
-    @property
-    def outstanding(self) -> int:
-        """Samples without an end."""
-
-    def take_issued(self, timeout_seconds: float) -> list[Issued]:
-        """Samples issued since the last call; waits for the first at most about this long."""
-
-    def patience_seconds(self, longest: float) -> float:
-        """How long the target may be polled, at most ``longest``: a load may know when its next sample is due."""
-
-    def first_token(self, sample: int, token_id: int) -> None:
-        """Notes that the first token of a sample exists."""
-
-    def complete(self, sample: int, output_tokens: int, token_ids: Sequence[int] = ()) -> None:
-        """Notes that a sample has ended."""
-
-    def flush(self) -> None:
-        """Passes on the notes."""
-
-
-class Record(Protocol):
-    """Stores the rows of a run."""
-
-    def add_samples(self, rows: Sequence[SampleRow]) -> None:
-        """Adds samples that have ended."""
-
-    def add_series(self, row: SeriesRow) -> None:
-        """Adds the state of a replica."""
-
-    def add_token_times(self, sample_id: int, times_ns: NDArray[np.int64]) -> None:
-        """Adds when the tokens of a sample were seen, in nanoseconds since the start [tokens]."""
-
-    def add_facts(self, facts: Mapping[str, Any]) -> None:
-        """Adds or replaces facts."""
 
 
 @dataclass(slots=True)
@@ -106,6 +59,7 @@ class _Sample:
     tokenise_ns: int | None = None
     sent_ns: int | None = None  # over a network
     output_tokens: int = 0
+    first_tokens: int | None = None
     token_ids: list[int] = field(default_factory=list)
     token_times: array[int] = field(default_factory=lambda: array("q"))
 
@@ -153,6 +107,7 @@ class Measurement:
         *,
         keeps_token_times: bool = False,
         power_meter: PowerMeter | None = None,
+        answers: Answers | None = None,
     ) -> None:
         """Waits for the first sample; the test has been started.
 
@@ -168,6 +123,7 @@ class Measurement:
             planned_seconds: when the load ends, if it ends by time and not by samples.
             keeps_token_times: whether to record when each token was seen.
             power_meter: reads the power of the whole system.
+            answers: reads every whole answer.
         """
         self._test = test
         self._library = rows
@@ -176,7 +132,9 @@ class Measurement:
         self._record = record
         self._progress = progress
         self._text = text
-        self._keep_ids = (settings is not None and settings.keeps_token_ids) or text is not None
+        self._answers = answers
+        keeps = settings is not None and settings.keeps_token_ids
+        self._keep_ids = keeps or text is not None or answers is not None
         self._keeps_token_times = keeps_token_times
         self._power_meter = power_meter
         self._offline = settings is not None and settings.scenario == "offline"
@@ -452,7 +410,15 @@ class Measurement:
             sample.token_ids.extend(event.token_ids)
         if event.finish_reason is None:
             return None
+        if self._answers is not None:
+            self._read(event, sample, self._answers)
         return self._end(event.sample_id, event.finish_reason, event.time_ns, place=(event.node, event.replica))
+
+    def _read(self, event: SampleEvent, sample: _Sample, answers: Answers) -> None:
+        counted = answers.take(event.sample_id, sample.token_ids, event.text, event.first_characters)
+        if counted is not None:
+            self._output_tokens += counted.tokens - sample.output_tokens
+            sample.output_tokens, sample.first_tokens = counted
 
     def _end(
         self,
@@ -489,6 +455,7 @@ class Measurement:
             tokenise_seconds=None if sample.tokenise_ns is None else sample.tokenise_ns / 1e9,
             detokenise_seconds=None if detokenise_ns is None else detokenise_ns / 1e9,
             request_sent_seconds=self._optional_seconds(sample.sent_ns),
+            first_tokens=sample.first_tokens,
         )
 
     def _seconds(self, moment_ns: int) -> float:

@@ -21,6 +21,7 @@ from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_plan import run_benchmark, run_limits
 from megatoken.mlperf.benchmarks import LatencyLimits, benchmark
 from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.endpoints import PointRules, judge_point
 from megatoken.mlperf.latencies import Latencies, latencies, percentile
 from megatoken.mlperf.rounds import DEFAULT_ROUND
 from megatoken.mlperf.rules import (
@@ -125,9 +126,15 @@ def concluded_soak(
 
 def concluded_point(facts: Mapping[str, Any], requests: pa.Table) -> dict[str, Any]:
     """What the end of a point of a sweep adds to ``result.json``; arguments as those of ``concluded_soak``."""
-    verdict, reasons = judge(False, [], int(Samples.of(requests).failed.sum()), len(requests))
-    verdict, reasons = _without_replicas(verdict, reasons, lost_replicas(facts))
-    return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "doubts": []}
+    rules, samples = facts["load"].get("rules"), Samples.of(requests)
+    point = judge_point(PointRules(**rules), requests) if rules else None
+    broken = point["broken"] if point else []
+    verdict, reasons = judge(point is not None, broken, int(samples.failed.sum()), len(requests))
+    verdict, reasons = _without_replicas(verdict, reasons, [*lost_replicas(facts), *lost_endpoints(facts)])
+    if point and (saturated := saturated_client(facts, samples, None)):
+        verdict, reasons = Verdict.INVALID, [*reasons, *saturated]
+    judged = {"ruled": point} if point else {}
+    return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "doubts": [], **judged}
 
 
 def lost_replicas(facts: Mapping[str, Any]) -> list[Reason]:

@@ -31,7 +31,8 @@ class SampleEvent:
 
     A target that answers in text sets ``text``, the new text, and leaves ``token_ids`` empty. It sets ``first_ns`` on
     the first event, and ``output_tokens`` on the last. ``input_tokens``, on the last event, is the length of a prompt
-    that the data set has not counted, where the target knows it.
+    that the data set has not counted, where the target knows it. ``first_characters``, on the last event, are those of
+    the text that came first; 0 where they are unknown.
 
     ``sent_ns``, on the first event that has it, is when the first byte of the request was handed to the kernel.
     ``token_times_ns``, on the last event of a sample whose tokens were not reported one by one, is when each token was
@@ -53,6 +54,7 @@ class SampleEvent:
     input_tokens: int | None = None
     sent_ns: int | None = None
     token_times_ns: NDArray[np.int64] | None = None
+    first_characters: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from megatoken.analysis.repeats import REPEATS, are_repeats, missing_notes, read
 from megatoken.analysis.sweep import SWEEP, are_points, summarise_sweep
 from megatoken.errors import UsageError
 from megatoken.files import plain, storage_error, to_json, write_text
+from megatoken.mlperf.endpoints import judged_sweep
 from megatoken.report.blocks import View
 from megatoken.report.documents import Document, checked, document_in, read_document
 from megatoken.report.page import page
@@ -135,7 +136,8 @@ def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
         yield from ((run, run.path / REPORT) for run in runs)
         if are_points(runs):
             place = parent / SWEEP
-            yield checked(plain(summarise_sweep(runs, parent.name)), str(place)), place.with_suffix(".html")
+            document = judged_sweep(summarise_sweep(runs, parent.name), [run.result for run in runs])
+            yield checked(plain(document), str(place)), place.with_suffix(".html")
             continue
         known = read_repeats(parent)
         if known and are_repeats(runs):

@@ -102,6 +102,45 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "LOADGEN_INVALID": ("LoadGen result: {found} ({why})",),
     "DATA_SET_SIZE": ("drew from {found:count row}; MLPerf's data set has {required:,}",),
     "LOADGEN_ERRORS": ("LoadGen logged {found:count error}, the first: {first}",),
+    # MLPerf Endpoints: a point
+    "SHORT_WINDOW": (
+        "the steady-state window of {super_passes:count super-pass/super-passes} lasts {found:precise} s; the rules"
+        " need {required:precise} s",
+    ),
+    "NO_STEADY_STATE": (
+        "no steady state in {super_passes:count super-pass/super-passes} of {rows:,} requests, {cropped} of them"
+        " cropped: {required} in a row must be flat, and {drifting:list} is not",
+        "no steady state in {super_passes:count super-pass/super-passes} of {rows:,} requests, {cropped} of them"
+        " cropped: {required} in a row must be flat",
+    ),
+    "PARTIAL_PASS": ("issued {issued:count request}, not a whole multiple of the {rows:count row}",),
+    "NOT_A_BENCHMARK": ("the model is none of MLPerf Endpoints' benchmarks ({models:list}); name it with --benchmark",),
+    "OUTSIDE_REGIONS": ("concurrency {concurrency:,} is in no region of the curve",),
+    "SEED_SET": ("the seeds are not a published set",),
+    "NOT_SALTED": ("prompts have no salt of their own, so answers may come from a cache",),
+    "TOKENS_NOT_COUNTED": (
+        "output tokens are as the target reports them; the rules count them with the model's tokenizer: give --model",
+    ),
+    "NOT_STREAMED": ("answers did not come as streams",),
+    "NOT_AN_ENDPOINT": ("the target is no server over HTTP; give --endpoint",),
+    "NO_TPOT": ("no answer has a time per output token",),
+    "OFFLINE_NOT_AT_ONCE": (
+        "the client kept at most {most_open:count request} open; the rules make all {rows:,} available at once: raise"
+        " endpoint.max_in_flight",
+    ),
+    # MLPerf Endpoints: a curve
+    "FEW_POINTS": ("{found:count point}; the rules need {required}",),
+    "MANY_POINTS": ("{found:count point}; the rules allow {required}",),
+    "CURVE_SPAN": ("the curve needs a lowest concurrency of at most {limit} and a highest above {limit}",),
+    "REGION_EMPTY": ("no point in the region {region}",),
+    "OFFLINE_RUNS": ("{found:count Offline run}; the rules need one",),
+    "OFFLINE_BELOW_C_MAX": (
+        "the Offline run gives {found:percent.1} of the output at the highest concurrency; the rules need"
+        " {required:percent}",
+    ),
+    "OFFLINE_CONCURRENCY": (
+        "the Offline run has {found:count request} at once, fewer than the highest concurrency of {required:,}",
+    ),
     # doubts about a measurement
     "LOADGEN_DISAGREES": ("p99 {metric} is {required:ms} by LoadGen, {found:ms} by our records",),
     "SEND_LAG": ("samples were sent late: p99 {found:ms} after they were due, the limit is {required:ms}",),
@@ -226,6 +265,14 @@ NOTES: Mapping[str, tuple[str, ...]] = {
     "SWEEP_POINT": (
         "a point of a sweep: its own numbers cover warm-up and cool-down too; those of its window are in the sweep's"
         " report",
+    ),
+    "ENDPOINTS_SCOPE": (
+        "the verdict judges load, window, lengths and curve by the rules {version}; accuracy, power and the submitter's"
+        " disclosures are not part of it",
+    ),
+    "SALTED": (
+        "every prompt begins with a salt of {bits} bits, drawn from the seed {seed}, between the system prompt and the"
+        " rest",
     ),
     "NO_KERNELS": ("without compiled kernels, so the result is low: {why}; on Linux, install GCC (g++)",),
     "BF16_WIDENED": (

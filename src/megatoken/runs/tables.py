@@ -23,7 +23,8 @@ class SampleRow(NamedTuple):
     and its last token are seen. ``tokenise_seconds`` and ``detokenise_seconds`` are durations; None where the run has
     no text in it. ``finish_reason`` is ``stop``, ``length`` or ``cancelled``. ``error`` is set only on one that failed.
     ``input_tokens`` is None if the prompt was not counted. ``request_sent_seconds`` is when the first byte of the
-    request was given to the kernel; None where no request was sent over a network.
+    request was given to the kernel; None where no request was sent over a network. ``first_tokens`` are those of the
+    first frame of the answer, where a run counts them by the model's tokenizer.
     """
 
     sample_id: int
@@ -43,6 +44,7 @@ class SampleRow(NamedTuple):
     tokenise_seconds: float | None = None
     detokenise_seconds: float | None = None
     request_sent_seconds: float | None = None
+    first_tokens: int | None = None
 
 
 class SeriesRow(NamedTuple):

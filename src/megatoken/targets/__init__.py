@@ -79,6 +79,9 @@ class RemoteTarget(Target, Protocol):
     def wake_on(self, source: HasFileno) -> None:
         """From now on ``poll`` also returns when ``source`` can be read."""
 
+    def keep_every_text(self) -> None:
+        """From now on every answer comes with its text; before, only where the target needs it."""
+
     def begin(self) -> None:
         """A test begins; what was observed of the client before does not count."""
 

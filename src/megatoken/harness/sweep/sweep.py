@@ -27,16 +27,21 @@ from megatoken.harness.sizing import estimate_rate
 from megatoken.harness.stop import StopSignals
 from megatoken.harness.sweep.plan import SweepPlan
 from megatoken.harness.sweep.point import PointLoad
+from megatoken.harness.sweep.result_files import TEXTS, write_result_files
+from megatoken.harness.sweep.ruled import RuledPlan
+from megatoken.mlperf.endpoints import judged_sweep
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, read_run
 from megatoken.runs.writer import RunFolder, run_name
-from megatoken.targets import Target
+from megatoken.targets import RemoteTarget, Target
 from megatoken.text import precise
 
 DRAIN_WINDOWS = 1.0  # how long the last requests of a point may take to end, in windows
 
 
-def run_sweep(prepared: Prepared, config: RunConfig, plan: SweepPlan, target: Target, progress: Progress) -> Path:
+def run_sweep(
+    prepared: Prepared, config: RunConfig, plan: SweepPlan | RuledPlan, target: Target, progress: Progress
+) -> Path:
     """Warms up and runs the points.
 
     Args:
@@ -52,7 +57,7 @@ def run_sweep(prepared: Prepared, config: RunConfig, plan: SweepPlan, target: Ta
     Raises:
         StorageError: a folder cannot be written.
     """
-    if plan.trace is not None:
+    if isinstance(plan, SweepPlan) and plan.trace is not None:
         model = prepared.model
         if model.shape is None or model.memory is None:
             raise UsageError(
@@ -61,7 +66,12 @@ def run_sweep(prepared: Prepared, config: RunConfig, plan: SweepPlan, target: Ta
         sizes = {"vocabulary_size": model.shape.vocabulary_size, "max_length": model.memory.max_length}
         prepared = replace(prepared, data_set=plan.trace.dataset(**sizes, seed=config.seed))
     progress.stage(f"warming up for {config.warm_up_seconds:g} s")
-    rate = estimate_rate(target, prepared.data_set, config.warm_up_seconds, 0.0)
+    data_set = prepared.data_set
+    if isinstance(plan, RuledPlan):
+        data_set = plan.data_set(0)
+        if isinstance(target, RemoteTarget):
+            target.keep_every_text()
+    rate = estimate_rate(target, data_set, config.warm_up_seconds, 0.0)
     name = run_name(datetime.now(UTC), "sweep", config.model)
     with StopSignals() as stop:
         sweep = _Sweep(prepared, config, plan, target, progress, stop, config.out / name)
@@ -76,7 +86,7 @@ def run_sweep(prepared: Prepared, config: RunConfig, plan: SweepPlan, target: Ta
 class _Sweep:
     prepared: Prepared
     config: RunConfig
-    plan: SweepPlan
+    plan: SweepPlan | RuledPlan
     target: Target
     progress: Progress
     stop: StopSignals
@@ -90,11 +100,14 @@ class _Sweep:
             for repeat in range(self.config.repeat):
                 run = self._point(number, value, repeat)
                 runs.append(run)
-                write_text(self.path / SWEEP, to_json(summarise_sweep(runs, self.path.name)))
+                document = judged_sweep(summarise_sweep(runs, self.path.name), [one.result for one in runs])
+                write_text(self.path / SWEEP, to_json(document))
                 if self.stop.received:
                     return
                 points.append(point_figures(run))
                 self._report(points[-1])
+                if isinstance(self.plan, RuledPlan):
+                    self.plan.note(run.result)
             if points[-1]["ended_by"] or (self.plan.finds_its_end and saturated(points)):
                 return
 
@@ -110,11 +123,12 @@ class _Sweep:
     def _point(self, number: int, value: float, repeat: int) -> Run:
         seed = self.config.seed
         load = self.plan.load(value, len(self.prepared.data_set.requests), (seed, repeat))
-        folder = self._folder(f"{number:02}-{self.plan.kind}-{value:g}-{repeat + 1}", self.plan.facts(value, seed))
+        facts = self.plan.facts(value, seed)
+        folder = self._folder(f"{number:02}-{facts['kind']}-{facts['value']:g}-{repeat + 1}", facts, value)
         self.stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
         self.stop.write_seconds = folder.write_seconds
         try:
-            self._measure(PointLoad(load, self.plan.phases), folder)
+            self._measure(PointLoad(load, self.plan.phases), folder, value)
         except BaseException as error:
             folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
             if isinstance(error, MegatokenError):
@@ -122,12 +136,13 @@ class _Sweep:
             raise
         return read_run(folder.path)
 
-    def _folder(self, name: str, load: Mapping[str, Any]) -> RunFolder:
+    def _folder(self, name: str, load: Mapping[str, Any], value: float) -> RunFolder:
         facts = {**self.prepared.facts(), **self.target.facts()}
         limits = run_limits(self.config)
         assert limits is not None  # the configuration has the scenario server
+        of_rules = self.plan.notes(value) if isinstance(self.plan, RuledPlan) else []
         more = {
-            "notes": [*run_notes(facts), reason("SWEEP_POINT")],
+            "notes": [*run_notes(facts), reason("SWEEP_POINT"), *of_rules],
             "mode": self.config.mode,
             "rules": None,
             "text": self.config.text,
@@ -145,8 +160,10 @@ class _Sweep:
             summarise=summarise_run,
         )
 
-    def _measure(self, load: PointLoad, folder: RunFolder) -> None:
-        data_set = self.prepared.data_set
+    def _measure(self, load: PointLoad, folder: RunFolder, value: float) -> None:
+        data_set, answers = self.prepared.data_set, None
+        if isinstance(self.plan, RuledPlan):
+            data_set, answers = self.plan.data_set(value), self.plan.answers(folder.mlperf_directory / TEXTS)
         window = self.plan.phases.window_seconds
         measurement = Measurement(
             load,
@@ -158,6 +175,7 @@ class _Sweep:
             self.progress,
             planned_seconds=None if window is None else self.plan.phases.warm_up_seconds + window,
             keeps_token_times=True,
+            answers=answers,
         )
         while not load.all_issued and not self.stop.received:
             measurement.step()
@@ -174,6 +192,11 @@ class _Sweep:
             )
             return
         requests, _ = folder.end_recording()
+        if answers is not None:
+            answers.close()
         waited = core_wait_notes(folder.facts.get("core_wait_share"), folder.facts)
         folder.add_facts({**self.target.outcome(measurement.start_ns), "notes": [*folder.facts["notes"], *waited]})
-        folder.finish({**concluded_point(folder.facts, requests), "ended_at": utc_text(datetime.now(UTC))})
+        concluded = concluded_point(folder.facts, requests)
+        if isinstance(self.plan, RuledPlan):
+            write_result_files(folder.mlperf_directory, self.plan, value, concluded["ruled"], requests, self.config)
+        folder.finish({**concluded, "ended_at": utc_text(datetime.now(UTC))})

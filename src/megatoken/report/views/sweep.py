@@ -24,6 +24,7 @@ from megatoken.report.curves import stairs, time_chart
 from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
 from megatoken.report.views.common import records_table, view
+from megatoken.report.views.endpoints import endpoints_blocks
 from megatoken.report.views.limits import limits_table
 from megatoken.report.views.load_charts import Sweep, load_figures, per_machine, rate_unit
 from megatoken.text import ABSENT, precise
@@ -39,6 +40,7 @@ KNOWN = (
         "repeats",
         "found",
         "rules",
+        "endpoints",
     ),
 )
 LATENCIES = {
@@ -67,9 +69,7 @@ def sweep_view(document: Document) -> View:
     meaning = next((words for known, words in MEANING.items() if known == verdict), "nothing known here")
     if simulated:
         meaning = f"{of_simulated(simulated)}; {meaning}"
-    reasons = [
-        (reason.text("code"), f"{reason.text('run')}: {reason.text('message')}") for reason in document.parts("reasons")
-    ]
+    reasons = list(_reasons(document))
     summary: tuple[Block, ...] = (
         *_headline(document, sweep),
         Verdict((verdict_badge(verdict),), meaning),
@@ -77,6 +77,7 @@ def sweep_view(document: Document) -> View:
         Points("", tuple(("", words) for words in _findings(document, sweep))),
     )
     sections = (
+        section("MLPerf Endpoints", *endpoints_blocks(document.part("endpoints"))),
         section("Curves", *load_figures([sweep], marked)),
         section("Points", _points_table(document, sweep)),
         section("Your limits", *_limits(sweep)),
@@ -109,6 +110,15 @@ def _found_table(document: Document) -> Table:
     loads = (Column(name, unit, numeric=True) for name in ("Knee", "Within limits", "Peak"))
     heads = (*loads, Column("Output at peak", "tokens/s", numeric=True))
     return Table("What the sweeps found", (Column("Sweep"), *heads), rows)
+
+
+def _reasons(document: Document) -> Iterator[tuple[str, str]]:
+    """Each reason once, with the runs that it is about."""
+    about: dict[tuple[str, str], list[str]] = {}
+    for reason in document.parts("reasons"):
+        about.setdefault((reason.text("code"), reason.text("message")), []).append(reason.text("run"))
+    for (code, message), runs in about.items():
+        yield code, f"{runs[0] if len(runs) == 1 else f'{len(runs)} points'}: {message}"
 
 
 def _headline(document: Document, sweep: Sweep) -> Iterator[Headline]:

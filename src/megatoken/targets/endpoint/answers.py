@@ -65,6 +65,11 @@ class Answer:
         """The text, if it was to be kept."""
         return "".join(self._pieces or ())
 
+    @property
+    def first_characters(self) -> int:
+        """Characters of the first frame that brought text, if the text was to be kept."""
+        return len(self._pieces[0]) if self._pieces else 0
+
     def feed(self, data: bytes, now_ns: int) -> None:
         """Takes part of a stream, which arrived at ``now_ns``. Raises BrokenAnswerError."""
         if self._rest:

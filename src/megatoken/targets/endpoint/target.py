@@ -152,6 +152,7 @@ class EndpointTarget:
         self._wake: HasFileno | None = None
         self._due: list[SampleEvent] = []  # events that no process reported
         self._retries = 0
+        self._every_text = False
 
     def facts(self) -> Mapping[str, Any]:
         """What the server says of itself, and how it is asked."""
@@ -160,6 +161,10 @@ class EndpointTarget:
     def wake_on(self, source: HasFileno) -> None:
         """From now on ``poll`` also returns when ``source`` can be read."""
         self._wake = source
+
+    def keep_every_text(self) -> None:
+        """From now on every answer comes with its text."""
+        self._every_text = True
 
     def submit(self, sample_id: int, request: Request) -> None:
         """Queues a sample. Raises RequestError if the route does not take its prompt."""
@@ -276,7 +281,7 @@ class EndpointTarget:
         if len(self._workers) > 1:
             worker = min(range(len(self._workers)), key=lambda one: self._workers[one].in_flight)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        keep = ticket < TEXTS_AT_FIRST or ticket % TEXTS_LATER == 0
+        keep = self._every_text or _observed(ticket)
         sample.endpoint, sample.worker = at, worker
         self._open[ticket] = sample
         self._endpoints[at].in_flight += 1
@@ -326,7 +331,7 @@ class EndpointTarget:
         end.output_tokens += ended.tokens
         end.input_tokens += max(0, ended.input_tokens)
         self._retries += ended.retries
-        self._observations.add(ended)
+        self._observations.add(ended if _observed(ended.ticket) else ended._replace(text=""))
         return SampleEvent(
             sample.sample_id,
             ended.token_ids,
@@ -339,6 +344,7 @@ class EndpointTarget:
             input_tokens=ended.input_tokens if ended.input_tokens >= 0 else None,
             sent_ns=None if sample.moved else ended.sent_ns,  # when it was sent first is not known
             token_times_ns=np.frombuffer(ended.times, np.int64) if ended.times else None,
+            first_characters=ended.first_characters,
         )
 
     def _failed(self, ticket: int, sample: _Sample, failed: Failed, events: list[SampleEvent]) -> None:
@@ -397,6 +403,11 @@ class EndpointTarget:
         server = {name: int(end.metrics[name]) for name in stated if name in end.metrics}
         known = frozenset(_KNOWN | server.keys())
         return ReplicaReading(end.name, 0, ReplicaState(**own, **server), Telemetry(), known)
+
+
+def _observed(ticket: int) -> bool:
+    """Whether the text of an answer is looked at."""
+    return ticket < TEXTS_AT_FIRST or ticket % TEXTS_LATER == 0
 
 
 def _without_metrics(settings: ClientSettings) -> ClientSettings:

@@ -53,6 +53,7 @@ class Ended(NamedTuple):
     answer_hash: int
     first_piece_hash: int
     retries: int
+    first_characters: int  # of the text, that the first frame with text brought
 
 
 class Failed(NamedTuple):

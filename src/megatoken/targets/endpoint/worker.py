@@ -450,6 +450,7 @@ def _ended(exchange: Exchange) -> Ended:
         answer.text_hash,
         answer.first_piece_hash,
         exchange.retries,
+        answer.first_characters,
     )
 
 

@@ -1,0 +1,116 @@
+"""What MLPerf Endpoints' rules say of a sweep: the curve as they draw it, and the verdict of each point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatoken.report.blocks import Badge, Block, Cell, Column, Table
+from megatoken.report.curves import Label, Line, Mark, line_chart
+from megatoken.report.documents import Document
+from megatoken.report.scales import top_of
+from megatoken.text import ABSENT, precise
+
+REGIONS = {
+    "low_latency": "Ultra Low",
+    "low_concurrency": "Low",
+    "med_concurrency": "Medium",
+    "high_concurrency": "High",
+    "margin": "margin",
+}
+STATUSES = {
+    "windowable": "steady state",
+    "insufficient_duration": "window too short",
+    "insufficient_passes": "too few passes",
+    "partial_dataset": "less than a pass",
+}
+
+
+def endpoints_blocks(curve: Document) -> Iterator[Block]:
+    """Chart and table; nothing for a sweep without rules."""
+    points = curve.parts("points")
+    if not points:
+        return
+    closed = sorted((one for one in points if not one.flag("offline")), key=lambda one: one.number("concurrency") or 0)
+    offline = [one for one in points if one.flag("offline")]
+    known = [one for one in closed if None not in _place(one)]
+    if len(known) > 1:
+        yield _chart(known, offline)
+    yield _points_table([*closed, *offline], curve)
+
+
+def _place(point: Document) -> tuple[float | None, float | None]:
+    official = point.part("official")
+    return official.number("tps_per_user"), official.number("system_tps")
+
+
+def _chart(known: Sequence[Document], offline: Sequence[Document]) -> Block:
+    """Steps between the points, as the rules ask: the last measured value holds until the next point."""
+    places = [(across or 0.0, up or 0.0) for across, up in map(_place, known)]
+    steps = [places[0]]
+    for (across, up), before in zip(places[1:], places, strict=False):
+        steps += [(across, before[1]), (across, up)]
+    line = Line("points", *(np.array(column) for column in zip(*steps, strict=True)))
+    rates = [rate for one in offline if (rate := one.part("official").number("system_tps")) is not None]
+    labels = [
+        Label(across, up, precise(one.number("concurrency"))) for one, (across, up) in zip(known, places, strict=True)
+    ]
+    rows = tuple(
+        (precise(one.number("concurrency")), precise(across), precise(up))
+        for one, (across, up) in zip(known, places, strict=True)
+    )
+    heads = (("Concurrency", ""), ("Per user", "tokens/s"), ("System", "tokens/s"))
+    title = "System tokens/s against tokens/s per user"
+    return line_chart(
+        title,
+        "tokens/s",
+        "tokens/s per user, 1000 / TPOT p90 in ms",
+        [line],
+        Table(title, tuple(Column(name, unit, numeric=True) for name, unit in heads), rows),
+        x_range=(0.0, top_of([line.x])),
+        labels=labels,
+        marks=[Mark("Offline", rate) for rate in rates],
+    )
+
+
+def _points_table(points: Sequence[Document], curve: Document) -> Table:
+    rows = tuple(
+        (
+            "Offline" if one.flag("offline") else precise(one.number("concurrency")),
+            REGIONS.get(one.text("region"), ABSENT),
+            precise(one.part("official").number("system_tps")),
+            precise(one.part("official").number("tps_per_user")),
+            precise(one.part("official").number("ttft_p90_ms")),
+            _window(one),
+            STATUSES.get(one.text("status"), ABSENT),
+            _verdict(one.text("verdict")),
+        )
+        for one in points
+    )
+    columns = (
+        Column("Concurrency", numeric=True),
+        Column("Region"),
+        Column("System", "tokens/s", numeric=True),
+        Column("User", "tokens/s", numeric=True),
+        Column("TTFT p90", "ms", numeric=True),
+        Column("Window", "s", numeric=True),
+        Column("Window is"),
+        Column("Verdict"),
+    )
+    share = curve.number("offline_share_of_c_max")
+    note = "Figures of the steady-state window where there is one, else of the whole run."
+    if share is not None:
+        note += f" The Offline run gives {precise(100 * share)} % of the output at C_max."
+    return Table("Points by the rules", columns, rows, note=note)
+
+
+def _window(point: Document) -> str:
+    seconds, needed = point.part("window").number("seconds"), point.number("min_seconds")
+    if seconds is None:
+        seconds = point.part("official").number("seconds")
+    return f"{precise(seconds)} of {precise(needed)}"
+
+
+def _verdict(verdict: str) -> Cell:
+    return Badge(verdict, "good" if verdict == "VALID" else "bad")
