@@ -19,7 +19,7 @@ from megatoken.analysis.goodput import goodput
 from megatoken.analysis.limits import asked_limits, judge_limits, limit_documents
 from megatoken.analysis.machine import run_accelerators
 from megatoken.analysis.seen_tokens import SeenTokens
-from megatoken.analysis.series import numbers
+from megatoken.analysis.series import Floats, numbers
 from megatoken.analysis.stability import theil_sen
 from megatoken.analysis.statistics import Samples, percentiles
 from megatoken.runs.run import Run
@@ -71,6 +71,7 @@ def point_figures(run: Run) -> dict[str, Any]:
         "offered_requests_per_second": len(inside) / length,
         "requests_per_second": int((samples.completed & (samples.last >= start) & (samples.last < end)).sum()) / length,
         "output_tokens_per_second": output_rate,
+        **{f"{name}_tokens_per_request": _mean(getattr(done, f"{name}_tokens")) for name in ("input", "output")},
         "accelerators": accelerators,
         "output_tokens_per_second_per_gpu": output_rate / accelerators if accelerators else None,
         "user_tokens_per_second": {
@@ -89,6 +90,11 @@ def point_figures(run: Run) -> dict[str, Any]:
         "energy_joules_per_output_token": energy.joules_per_output_token,
         "timeline": _timeline(samples, tokens),
     }
+
+
+def _mean(counts: Floats) -> float | None:
+    """None if one is unknown."""
+    return float(counts.mean()) if len(counts) and np.isfinite(counts).all() else None
 
 
 def _sent_over_network(run: Run) -> Samples:

@@ -32,6 +32,10 @@ _FIELDS: dict[str, tuple[Any, str, str]] = {
     "input_per_output": (_NUMBER, "X", "Input tokens per output token of the requests."),
     "model": (_TEXT, "SHAPE", "Named model shape, for KV memory and step times. Default: llama2-70b."),
     "precision": (_TEXT, "bf16|fp8|fp4", "Number format. Default: the fastest of the accelerator."),
+    "sweep": (_FILE, "FOLDER|sweep.json", "Measured curve, instead of RUN: the rate at which the limits are kept."),
+    "percentile": (_TEXT, "p50|p90|p95|p99", "Of a sweep's requests, that must keep the limits. Default: p99."),
+    "ttft_limit": (_NUMBER, "SECONDS", "Longest time to first token."),
+    "tpot_limit": (_NUMBER, "SECONDS", "Longest time per output token."),
     "profile": (_LIST, "NAME", "Workload profile; repeatable."),
     "profiles": (_FILE, "FILE", "Your own workload profiles (YAML)."),
     "settings": (_LIST, "NAME=VALUE[:LOW:HIGH]", "Change an assumption; repeatable."),
@@ -107,7 +111,7 @@ def _add(kind: str, words: str, *own: str) -> None:
     app.command(kind, cls=Command, help=words)(command)
 
 
-_RUN = "Run folder, folder of repeats, or aggregate.json; or give --tokens-per-second."
+_RUN = "Run folder, folder of repeats, or aggregate.json; or give --sweep or --tokens-per-second."
 _add(
     "buy",
     "Racks, accelerators, money and energy for so many seats, with ranges. For example: --seats 5000 --profile rag"

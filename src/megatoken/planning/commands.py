@@ -22,9 +22,11 @@ from megatoken.planning.figures import Plan
 from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
 from megatoken.planning.pricing import parse_factor
 from megatoken.planning.schedule import PRECISIONS, Lengths, find_replica, offline_rate
+from megatoken.planning.sweep_rate import Chosen, from_sweep, with_curve
 from megatoken.planning.throughput import (
     DEFAULT_MODEL,
     LENGTH,
+    LIMITS,
     MIX,
     SCENARIOS,
     Throughput,
@@ -43,13 +45,16 @@ BENCHMARK = "llama2-70b-99"  # whose published rates and lengths are the default
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The rate that a plan starts from: a run folder, a folder of repeats, or a number with its scope.
+    """The rate that a plan starts from: a run folder, a folder of repeats, a sweep, or a number with its scope.
 
+    ``percentile`` of the requests of a sweep must keep the limits; by default p99.
     ``tokens_per_second`` to ``input_per_output`` are flags of the same name. With a run, only ``accelerators`` and
     ``accelerator`` may be given, for a folder that does not state them.
     """
 
     run: Path | None = None
+    sweep: Path | None = None
+    percentile: str | None = None
     tokens_per_second: float | None = None
     per: str | None = None
     counted: str | None = None
@@ -73,10 +78,14 @@ class Common:
     settings: Sequence[str] = ()
     factors: Sequence[str] = ()
     slo: Path | None = None
+    ttft_limit: float | None = None
+    tpot_limit: float | None = None
 
     def load_assumptions(self, run: Path | None = None) -> Assumptions:
-        """The defaults with the user's changes; p99 limits are those of the file of limits, else of the ``run``."""
-        return load_assumptions(self.assumptions, [*_limit_settings(self.slo, run), *self.settings])
+        """The defaults with the user's changes; p99 limits are those of the flags, of the file, else of the ``run``."""
+        flags = zip(LIMITS, (self.ttft_limit, self.tpot_limit), strict=True)
+        given = [f"{name}={value!r}" for name, value in flags if value is not None]
+        return load_assumptions(self.assumptions, [*_limit_settings(self.slo, run), *self.settings, *given])
 
     def load_profiles(self) -> tuple[Profile, ...]:
         """The profiles named, or all."""
@@ -131,13 +140,14 @@ def capacity(rate: Rate, common: Common, *, second_run: Path | None = None) -> P
     """``megatoken plan capacity``. Raises UsageError."""
     assumptions = common.load_assumptions(rate.run)
     throughput, runs = _throughput(rate, assumptions)
-    return plan_capacity(
+    plan = plan_capacity(
         throughput,
         common.load_profiles(),
         assumptions,
         second=_second(second_run, runs, assumptions),
         factors=[parse_factor(text) for text in common.factors],
     )
+    return _on_curve(plan, rate, assumptions)
 
 
 def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
@@ -166,7 +176,7 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
         check_positive("--burst-tokens-per-second", flags.burst_tokens_per_second)
         second = Rate(tokens_per_second=flags.burst_tokens_per_second, per="node", accelerators=count)
         burst = Supply(_throughput(second, assumptions)[0], count)
-    return plan_fleet(
+    plan = plan_fleet(
         supply,
         demand,
         assumptions,
@@ -176,11 +186,12 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
         burst=burst,
         factors=[parse_factor(text) for text in common.factors],
     )
+    return _on_curve(plan, rate, assumptions)
 
 
 def buy(rate: Rate, common: Common, flags: FleetFlags, *, seats: int) -> Plan:
     """``megatoken plan buy``. Without a rate, that of the best published row of the accelerator. Raises UsageError."""
-    if rate.run is None and rate.tokens_per_second is None:
+    if rate.run is None and rate.sweep is None and rate.tokens_per_second is None:
         rate = _published(rate)
     make, runs = _source(rate)
     profiles = common.load_profiles()
@@ -275,7 +286,20 @@ def cost(
     power = None if rent is not None else _power(throughput, runs, flags)
     factors = [parse_factor(text) for text in common.factors]
     second = _second(second_run, runs, assumptions)
-    return plan_cost(System(throughput, power, rent, factors), common.load_profiles(), assumptions, second=second)
+    plan = plan_cost(System(throughput, power, rent, factors), common.load_profiles(), assumptions, second=second)
+    return _on_curve(plan, rate, assumptions)
+
+
+def _on_curve(plan: Plan, rate: Rate, assumptions: Assumptions) -> Plan:
+    """A plan from a sweep with its curve; others as they are."""
+    if rate.sweep is None:
+        return plan
+    return with_curve(plan, _of_sweep(rate, rate.sweep, assumptions)[1])
+
+
+def _of_sweep(rate: Rate, path: Path, assumptions: Assumptions) -> tuple[Throughput, Chosen]:
+    percentile = rate.percentile or "p99"
+    return from_sweep(path, assumptions, percentile, accelerators=rate.accelerators, accelerator=rate.accelerator)
 
 
 def _throughput(rate: Rate, assumptions: Assumptions) -> tuple[Throughput, Sequence[Run]]:
@@ -286,11 +310,18 @@ def _throughput(rate: Rate, assumptions: Assumptions) -> tuple[Throughput, Seque
 
 def _source(rate: Rate) -> tuple[Callable[[Assumptions], Throughput], Sequence[Run]]:
     """How the throughput follows from assumptions: of a run or of repeats, an aggregate, a number; and the runs."""
-    if rate.run is not None:
+    if rate.sweep is None and rate.percentile is not None:
+        raise UsageError("--percentile: only with --sweep")
+    if rate.run is not None and rate.sweep is not None:
+        raise UsageError(f"{rate.run}: give a run or --sweep, not both")
+    if measured := rate.run or rate.sweep:
         for name in _OF_NUMBERS:
             if getattr(rate, name) is not None:
                 flag = name.replace("_", "-")
-                raise UsageError(f"{rate.run}: --{flag} comes from the run; give a run or a number, not both")
+                raise UsageError(f"{measured}: --{flag} comes from the run; give a run or a number, not both")
+    if (sweep := rate.sweep) is not None:
+        return lambda assumptions: _of_sweep(rate, sweep, assumptions)[0], ()
+    if rate.run is not None:
         if rate.run.is_file():
             return _aggregate(rate, rate.run), ()
         return _of_runs(rate, rate.run)

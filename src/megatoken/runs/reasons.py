@@ -271,8 +271,8 @@ NOTES: Mapping[str, tuple[str, ...]] = {
         " disclosures are not part of it",
     ),
     "SALTED": (
-        "every prompt begins with a salt of {bits} bits, drawn from the seed {seed}, between the system prompt and the"
-        " rest",
+        "every prompt has a salt of {bits} bits after its system prompt, drawn from the published seed plus the"
+        " concurrency",
     ),
     "NO_KERNELS": ("without compiled kernels, so the result is low: {why}; on Linux, install GCC (g++)",),
     "BF16_WIDENED": (

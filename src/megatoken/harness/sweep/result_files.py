@@ -144,7 +144,6 @@ def _configuration(plan: RuledPlan, value: float, settings: Mapping[str, Any], c
             "api_key": None,
             "api_type": API_TYPES.get(api, api),
         },
-        "salt": {"seed": plan.salt_seed(value)},
     }
 
 
@@ -170,7 +169,8 @@ def _point(plan: RuledPlan, value: float, point: Mapping[str, Any]) -> dict[str,
             "min_sample_count": plan.rows,
             "stream_all_chunks": True,
             "runtime": {
-                name: plan.seeds[name] for name in ("scheduler_rng_seed", "sample_index_rng_seed", "model_seed")
+                **{name: plan.seeds[name] for name in ("scheduler_rng_seed", "sample_index_rng_seed", "model_seed")},
+                "salt_seed": plan.salt_seed(value),
             },
         },
         "warmup": {

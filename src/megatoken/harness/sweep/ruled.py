@@ -135,11 +135,11 @@ class RuledPlan:
             "rules": asdict(self._rules(value)),
         }
 
-    def notes(self, value: float) -> list[Reason]:
+    def notes(self) -> list[Reason]:
         """What a reader of the point must know."""
         return [
             reason("ENDPOINTS_SCOPE", version=self.version),
-            reason("SALTED", bits=SALT_BITS, seed=self.salt_seed(value)),
+            reason("SALTED", bits=SALT_BITS),
         ]
 
     def data_set(self, value: float) -> Dataset:

@@ -124,7 +124,7 @@ class _Sweep:
         seed = self.config.seed
         load = self.plan.load(value, len(self.prepared.data_set.requests), (seed, repeat))
         facts = self.plan.facts(value, seed)
-        folder = self._folder(f"{number:02}-{facts['kind']}-{facts['value']:g}-{repeat + 1}", facts, value)
+        folder = self._folder(f"{number:02}-{facts['kind']}-{facts['value']:g}-{repeat + 1}", facts)
         self.stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
         self.stop.write_seconds = folder.write_seconds
         try:
@@ -136,11 +136,11 @@ class _Sweep:
             raise
         return read_run(folder.path)
 
-    def _folder(self, name: str, load: Mapping[str, Any], value: float) -> RunFolder:
+    def _folder(self, name: str, load: Mapping[str, Any]) -> RunFolder:
         facts = {**self.prepared.facts(), **self.target.facts()}
         limits = run_limits(self.config)
         assert limits is not None  # the configuration has the scenario server
-        of_rules = self.plan.notes(value) if isinstance(self.plan, RuledPlan) else []
+        of_rules = self.plan.notes() if isinstance(self.plan, RuledPlan) else []
         more = {
             "notes": [*run_notes(facts), reason("SWEEP_POINT"), *of_rules],
             "mode": self.config.mode,

@@ -1,0 +1,229 @@
+"""A measured curve as the rate of a plan: the highest load of a sweep at which chosen percentiles keep the limits.
+
+Only loads that were measured count; nothing is read between two of them. So tighter limits never give a higher rate.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatoken.analysis.sweep import SWEEP, by_load
+from megatoken.errors import UsageError
+from megatoken.files import UnreadableError, read_json_object
+from megatoken.planning.assumptions import Assumptions
+from megatoken.planning.figures import Input, Plan, Result, State, Table
+from megatoken.planning.service_level import Verdict
+from megatoken.planning.throughput import DEFAULT_MIX, LENGTH, LIMITS, MIX, RATE_UNIT, Throughput
+from megatoken.text import count_of, precise
+
+PERCENTILES = ("p50", "p90", "p95", "p99")
+TTFT, TPOT = "time to first token", "time per output token"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a load gave; of repeats the mean rate and the slowest percentiles. Latencies are None if none were seen."""
+
+    value: float
+    output_tokens_per_second: float
+    ttft_seconds: float | None
+    tpot_seconds: float | None
+    kept_up: bool  # neither overloaded nor ended early, and no request failed
+    points: tuple[Mapping[str, Any], ...]
+
+    def broken(self, ttft_limit: float, tpot_limit: float) -> list[str]:
+        """The limits that the load breaks."""
+        found = [] if self.kept_up else ["the load itself"]
+        if self.ttft_seconds is None or self.ttft_seconds > ttft_limit:
+            found.append(TTFT)
+        if self.tpot_seconds is not None and self.tpot_seconds > tpot_limit:
+            found.append(TPOT)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The load to plan with, and what stops the next faster one."""
+
+    load: Load
+    loads: tuple[Load, ...]
+    limits: tuple[float, float]
+    percentile: str
+    unit: str
+    binds: str
+
+    @property
+    def why(self) -> str:
+        """One sentence."""
+        ttft, tpot = self.limits
+        at = f"{precise(self.load.value)} {self.unit}"
+        return (
+            f"highest output of the sweep, at {at}, with {self.percentile} of TTFT within {ttft:g} s and of the time"
+            f" per output token within {1000 * tpot:g} ms; {self.binds}"
+        )
+
+
+def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile: str) -> Chosen:
+    """The load with the highest output among those that keep the limits.
+
+    Args:
+        document: of a sweep.
+        limits: on the time to first token and the time per output token, in seconds.
+        percentile: of the requests that must keep them.
+
+    Raises:
+        UsageError: an unknown percentile, or no load keeps the limits.
+    """
+    if percentile not in PERCENTILES:
+        raise UsageError(f"--percentile {percentile}: expected one of {', '.join(PERCENTILES)}")
+    loads = [_load(value, points, percentile) for value, points in by_load(document["points"]).items()]
+    within = [load for load in loads if not load.broken(*limits)]
+    if not within:
+        lowest = loads[0] if loads else None
+        seen = "" if lowest is None else f"; the lowest, {precise(lowest.value)}, has {_latencies(lowest, percentile)}"
+        raise UsageError(
+            f"no load of the sweep keeps {percentile} of TTFT within {limits[0]:g} s and of the time per output token"
+            f" within {1000 * limits[1]:g} ms{seen}"
+        )
+    best = max(within, key=lambda load: load.output_tokens_per_second)
+    faster = [load for load in loads if load.output_tokens_per_second > best.output_tokens_per_second]
+    unit = str(document["load_unit"])
+    binds = "no load that was measured is faster: measure higher loads to see where the limits bind"
+    if faster:
+        nearest = min(faster, key=lambda load: load.output_tokens_per_second)
+        broken = " and ".join(nearest.broken(*limits))
+        at = f"{precise(nearest.value)} {unit}"
+        binds = f"{broken} binds: at {at} it is {_latencies(nearest, percentile)}"
+    elif len(within) == len(loads):
+        binds = "neither limit binds up to the highest load that was measured"
+    return Chosen(best, tuple(loads), limits, percentile, unit, binds)
+
+
+def read_sweep_document(path: Path) -> dict[str, Any]:
+    """The document of a sweep, from its folder or its ``sweep.json``. Raises UsageError."""
+    file = path / SWEEP if path.is_dir() else path
+    try:
+        document, _, _ = read_json_object(file)
+    except UnreadableError as error:
+        raise UsageError(f"{file}: expected the folder of a sweep, or its {SWEEP}: {error}") from None
+    if document.get("kind") != "sweep" or not isinstance(document.get("points"), list):
+        raise UsageError(f"{file}: not the document of a sweep; give the folder that megatoken sweep made")
+    return document
+
+
+def from_sweep(
+    path: Path, assumptions: Assumptions, percentile: str, *, accelerators: int | None, accelerator: str | None
+) -> tuple[Throughput, Chosen]:
+    """The rate of the chosen load, and how it was chosen. Limits are those of the assumptions. Raises UsageError."""
+    document = read_sweep_document(path)
+    ttft, tpot = (assumptions[name] for name in LIMITS)
+    chosen = choose(document, (ttft, tpot), percentile)
+    point = chosen.load.points[0]
+    used = point["accelerators"] or accelerators
+    if accelerators not in (None, used):
+        raise UsageError(f"{path}: expected {accelerators} accelerators, the sweep used {used}")
+    state: State = "estimate" if document.get("simulated_gpu") else "measured"
+    source = f"{path}, {precise(chosen.load.value)} {chosen.unit}"
+    tokens_in, tokens_out = (_mean(chosen.load.points, f"{name}_tokens_per_request") for name in ("input", "output"))
+    known = tokens_in is not None and tokens_out is not None
+    mix = tokens_in / tokens_out if tokens_in is not None and tokens_out else assumptions[MIX]
+    unit = "input tokens / output token"
+    mix_input = Input(MIX, mix, unit, state, source) if known else assumptions.inputs([MIX])[0]
+    rates = [float(one["output_tokens_per_second"]) for one in chosen.load.points]
+    spread = (min(rates), max(rates)) if len(rates) > 1 else (None, None)
+    rate = chosen.load.output_tokens_per_second
+    throughput = Throughput(
+        output_tokens_per_second=rate,
+        scope="system",
+        accelerators=used,
+        accelerator=document.get("accelerator") or accelerator,
+        input_tokens_per_output_token=mix,
+        output_tokens_per_request=tokens_out or assumptions[LENGTH],
+        scenario="server",
+        inputs=(Input("rate", rate, RATE_UNIT.replace("whole run", "window"), state, source, *spread), mix_input),
+        state=state,
+        source=source,
+        mix_state=mix_input.state,
+        service=_verdict(chosen),
+        notes=tuple(_notes(document, chosen, known=known)),
+    )
+    return throughput, chosen
+
+
+def with_curve(plan: Plan, chosen: Chosen) -> Plan:
+    """The plan with the load that it rests on, and the curve."""
+    percentile, load = chosen.percentile, chosen.load
+    result = Result("Load of the sweep", load.value, chosen.unit, chosen.why, plan.results[0].state)
+    rows = tuple(
+        {
+            "load": one.value,
+            "output_tokens_per_second": one.output_tokens_per_second,
+            f"ttft_{percentile}_milliseconds": None if one.ttft_seconds is None else 1000 * one.ttft_seconds,
+            f"tpot_{percentile}_milliseconds": None if one.tpot_seconds is None else 1000 * one.tpot_seconds,
+            "breaks": ", ".join(one.broken(*chosen.limits)) or ("chosen" if one is load else "nothing"),
+        }
+        for one in chosen.loads
+    )
+    note = f"load in {chosen.unit}; limits: TTFT {chosen.limits[0]:g} s, {1000 * chosen.limits[1]:g} ms per token"
+    table = Table("sweep", "The measured curve, and what each load breaks", rows, note, rounded=False)
+    return replace(plan, results=(*plan.results, result), tables=(*plan.tables, table))
+
+
+def _load(value: float, points: Sequence[Mapping[str, Any]], percentile: str) -> Load:
+    ttft, tpot = (_slowest(points, key, percentile) for key in ("ttft_seconds", "tpot_seconds"))
+    rate = statistics.fmean(float(point["output_tokens_per_second"]) for point in points)
+    kept_up = not any(point["overloaded"] or point["ended_by"] or point["requests_failed"] for point in points)
+    return Load(value, rate, ttft, tpot, kept_up, tuple(points))
+
+
+def _slowest(points: Sequence[Mapping[str, Any]], key: str, percentile: str) -> float | None:
+    return max((float(one) for point in points if (one := point[key][percentile]) is not None), default=None)
+
+
+def _latencies(load: Load, percentile: str) -> str:
+    parts = (
+        ("TTFT", load.ttft_seconds, 1.0, "s"),
+        ("time per output token", load.tpot_seconds, 1000.0, "ms"),
+    )
+    known = [f"{name} {precise(scale * value)} {unit}" for name, value, scale, unit in parts if value is not None]
+    return f"{percentile} of {', '.join(known)}" if known else "without an answer"
+
+
+def _verdict(chosen: Chosen) -> Verdict:
+    """The service level as kept: the load was chosen by it. Medians stand for means."""
+    point = chosen.load.points[0]
+    good = point["goodput"] or {}
+    return Verdict(
+        kept=True,
+        why=chosen.why,
+        ttft_mean_seconds=point["ttft_seconds"]["p50"],
+        tpot_mean_seconds=point["tpot_seconds"]["p50"],
+        ttft_p99_seconds=point["ttft_seconds"]["p99"],
+        tpot_p99_seconds=point["tpot_seconds"]["p99"],
+        good_share=None,
+        good_requests_per_second=good.get("samples_per_second"),
+        good_output_tokens_per_second=good.get("output_tokens_per_second"),
+        bound_output_tokens_per_second=chosen.load.output_tokens_per_second,
+    )
+
+
+def _notes(document: Mapping[str, Any], chosen: Chosen, *, known: bool) -> list[str]:
+    notes = [f"The rate is the {chosen.why}.", "KV memory and queues are part of the measured curve."]
+    few = [point for point in chosen.load.points if chosen.percentile in point["ttft_seconds"]["unreliable"]]
+    if few:
+        samples = count_of(few[0]["ttft_seconds"]["samples"], "request")
+        notes.append(f"{samples} are too few to state {chosen.percentile} with 99 % confidence; use a longer --window.")
+    if document.get("verdict") not in ("MEASURED", "VALID"):
+        notes.append(f"The sweep ended {document.get('verdict')}, so the plan rests on an unreliable sweep.")
+    if not known:
+        notes.append(DEFAULT_MIX)
+    return notes
+
+
+def _mean(points: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    known = [float(point[key]) for point in points if point.get(key) is not None]
+    return statistics.fmean(known) if known else None

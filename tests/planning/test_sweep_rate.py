@@ -1,0 +1,152 @@
+"""A sweep as the rate of plans: the measured point that keeps the limits, and what stops the next one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli_support import call_here
+from megatoken.errors import UsageError
+from megatoken.planning.sweep_rate import choose
+
+PERCENTILES = ("p50", "p90", "p95", "p99")
+
+
+def spread(value: float) -> dict[str, Any]:
+    shares = zip(PERCENTILES, (1.0, 1.5, 1.7, 2.0), strict=True)
+    return {**{name: value * share for name, share in shares}, "samples": 5000, "unreliable": []}
+
+
+def point(value: float, rate: float, ttft: float, tpot: float, **more: Any) -> dict[str, Any]:
+    return {
+        "value": value,
+        "kind": "concurrency",
+        "output_tokens_per_second": rate,
+        "ttft_seconds": spread(ttft),
+        "tpot_seconds": spread(tpot),
+        "overloaded": False,
+        "ended_by": None,
+        "requests_failed": 0,
+        "accelerators": None,
+        "goodput": None,
+        "input_tokens_per_request": 1000.0,
+        "output_tokens_per_request": 250.0,
+        **more,
+    }
+
+
+def sweep(points: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "kind": "sweep",
+        "verdict": "MEASURED",
+        "load_unit": "requests at once",
+        "accelerator": None,
+        "simulated_gpu": None,
+        "points": points,
+    }
+
+
+# A batch engine: a step takes 10 ms and 1 ms for each request.
+LOADS = (1, 2, 4, 8, 16, 32, 64)
+CURVE = sweep([point(n, n / (0.01 + 0.001 * n), 0.05 + 0.01 * n, 0.01 + 0.001 * n) for n in LOADS])
+
+
+def test_the_highest_measured_load_within_the_limits_is_chosen_and_the_next_one_says_why() -> None:
+    chosen = choose(CURVE, (10.0, 0.050), "p99")
+    assert chosen.load.value == 8  # 2 x 18 ms; 16 requests: 2 x 26 ms
+    assert chosen.binds == (
+        "time per output token binds: at 16 requests at once it is p99 of TTFT 0.42 s, time per output token 52 ms"
+    )
+    assert choose(CURVE, (0.5, 10.0), "p99").binds.startswith("time to first token binds: at 32")
+    assert choose(CURVE, (10.0, 0.050), "p50").load.value == 32
+    assert "neither limit binds" in choose(CURVE, (10.0, 10.0), "p99").binds
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.1, 1e5), st.floats(1e-3, 100), st.floats(1e-4, 10), st.booleans()), min_size=1, max_size=9
+    ),
+    st.tuples(st.floats(1e-3, 200), st.floats(1e-4, 20)),
+    st.tuples(st.floats(0.01, 1.0), st.floats(0.01, 1.0)),
+    st.sampled_from(PERCENTILES),
+)
+def test_tighter_limits_never_give_a_higher_rate(
+    made: list[tuple[float, float, float, bool]],
+    limits: tuple[float, float],
+    shares: tuple[float, float],
+    percentile: str,
+) -> None:
+    document = sweep([point(at, *one[:3], overloaded=one[3]) for at, one in enumerate(made, 1)])
+    tighter = (limits[0] * shares[0], limits[1] * shares[1])
+    try:
+        tight = choose(document, tighter, percentile).load.output_tokens_per_second
+    except UsageError:
+        return
+    assert choose(document, limits, percentile).load.output_tokens_per_second >= tight
+
+
+def test_repeats_count_by_their_slowest_and_loads_that_broke_do_not() -> None:
+    slow = sweep([point(1, 10, 0.1, 0.01), point(2, 20, 0.1, 0.01), point(2, 22, 0.9, 0.01)])
+    assert choose(slow, (1.0, 1.0), "p99").load.value == 1
+    failed = sweep([point(1, 10, 0.1, 0.01), point(2, 20, 0.1, 0.01, requests_failed=1)])
+    assert choose(failed, (1.0, 1.0), "p99").load.value == 1
+    with pytest.raises(UsageError, match=r"no load of the sweep keeps.*the lowest, 1, has p99 of TTFT 0\.2 s"):
+        choose(slow, (0.01, 1.0), "p99")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("capacity",),
+        ("cost", "--accelerators", "1", "--accelerator", "H200"),
+        ("fleet", "--accelerators", "1", "--accelerator", "H200", "--demand", "100", "--profile", "rag"),
+    ],
+)
+def test_plans_take_a_sweep_and_name_its_point(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps(CURVE))
+    limits = ("--ttft-limit", 10, "--tpot-limit", 0.05)
+    code, out, err = call_here("plan", *command, "--sweep", tmp_path, *limits, "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    load = next(result for result in plan["results"] if result["name"] == "Load of the sweep")
+    assert load["value"] == 8
+    assert "time per output token binds" in load["formula"]
+    table = next(table for table in plan["tables"] if table["name"] == "sweep")
+    assert [row["breaks"] for row in table["rows"]][3:5] == ["chosen", "time per output token"]
+    rate = next(one for one in plan["inputs"] if one["name"] == "rate")
+    assert rate["value"] == pytest.approx(8 / 0.018)
+
+
+def test_users_follow_the_limits(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps(CURVE))
+    users = []
+    for limit in (0.03, 0.05, 0.1):
+        flags = ("--sweep", tmp_path / "sweep.json", "--tpot-limit", limit, "--profile", "rag", "--json")
+        code, out, err = call_here("plan", "capacity", *flags)
+        assert code == 0, err
+        results = json.loads(out)["results"]
+        users.append(next(one["value"] for one in results if one["name"] == "Users of rag"))
+    assert users == sorted(users)
+    assert users[0] < users[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--sweep", "SWEEP", "--tokens-per-second", "5"), "not both"),
+        (("--sweep", "SWEEP", "--percentile", "p80"), "expected one of p50"),
+        (("--percentile", "p90", "--tokens-per-second", "5", "--per", "node"), "only with --sweep"),
+        (("--sweep", "missing.json"), "expected the folder of a sweep"),
+    ],
+)
+def test_what_a_plan_from_a_sweep_refuses(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps(CURVE))
+    given_flags = [str(tmp_path) if flag == "SWEEP" else flag for flag in flags]
+    code, _, err = call_here("plan", "capacity", *given_flags)
+    assert code == 2
+    assert message in err
