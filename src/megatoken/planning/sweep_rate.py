@@ -103,7 +103,7 @@ def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile:
     return Chosen(best, tuple(loads), limits, percentile, unit, binds)
 
 
-def read_sweep_document(path: Path) -> dict[str, Any]:
+def read_sweep_document(path: Path) -> Mapping[str, Any]:
     """The document of a sweep, from its folder or its ``sweep.json``. Raises UsageError."""
     file = path / SWEEP if path.is_dir() else path
     try:
