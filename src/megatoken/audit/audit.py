@@ -14,6 +14,7 @@ from megatoken.analysis.aggregation import Aggregate, aggregate
 from megatoken.analysis.standing import verified_standing
 from megatoken.audit.archive import unpacked
 from megatoken.audit.checks import endpoints as endpoint_checks
+from megatoken.audit.checks import load_tools as tool_checks
 from megatoken.audit.checks import systems as system_checks
 from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, check_rounds
 from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, process_steps
@@ -34,6 +35,7 @@ from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, places
 from megatoken.audit.examine import Job
 from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Severity, check, outcome
+from megatoken.audit.load_tools import tool_results_in
 from megatoken.audit.node_rows import node_rows
 from megatoken.audit.parallel import Progress, examine_all
 from megatoken.audit.placement import meanings, meant, results_above, scores_meant
@@ -138,7 +140,8 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     files = [meant(run, meaning) for run in placed]
     rules_claimed = bool(submissions or claimed)
     endpoints, endpoint_damages = endpoint_results_in(tree, claimed, rules_claimed)
-    if not files and not endpoints and not endpoint_damages and not run_folders:
+    tools, tool_damages = ([], []) if submissions else tool_results_in(tree)
+    if not any((files, endpoints, endpoint_damages, run_folders, tools, tool_damages)):
         raise _nothing_to_audit(tree, path)
     ledger = Ledger()
     systems, damages = systems_in(tree, system_folders(submissions))
@@ -146,6 +149,8 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(system_checks.readable(file, damage.what, damage.line))
     for file, damage in endpoint_damages:
         ledger.add(endpoint_checks.readable(file, damage.what, damage.line))
+    for file, damage in tool_damages:
+        ledger.add(tool_checks.readable(file, damage.what, damage.line))
     interrupted = interruptions(tree, run_folders)
 
     def ended_early(run: RunFiles) -> bool:
@@ -165,12 +170,15 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     for result in endpoints:
         runs.append(replace(result.run, system=_system_path(result.files, systems)))
         ledger.add(endpoint_checks.check_endpoint(tree, result))
+    for tool_result in tools:
+        runs.append(replace(tool_result.run, system=_system_path_of_one(systems)))
+        ledger.add(tool_checks.check_tool_result(tool_result))
     power, power_observations = power_of(tree, runs)
     ledger.add(power_observations)
     rounds = {run.figures.round for run in runs}
     evidence = Evidence(
         root=str(path),
-        kind=_kind(runs, bool(submissions), run_folders),
+        kind="runs" if len(tools) > 1 else _kind(runs, bool(submissions), run_folders),
         round=claimed or (rounds.pop() if len(rounds) == 1 else None),
         runs=tuple(runs),
         systems=tuple(systems),
@@ -189,7 +197,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
     notes = (
         *_standing(evidence, together),
-        *_notes(tree, evidence, claimed, interrupted, len(files), len(endpoints), apart),
+        *_notes(tree, evidence, claimed, interrupted, (len(files), len(endpoints), len(tools)), apart),
     )
     return Audit(evidence, ledger.findings(), together, notes)
 
@@ -290,6 +298,11 @@ def _system_path(run: RunFiles, systems: Sequence[System]) -> str | None:
     return own[0].path if len(own) == 1 and run.submitter is None else None
 
 
+def _system_path_of_one(systems: Sequence[System]) -> str | None:
+    """The only description, if there is one: a load tool names no system."""
+    return systems[0].path if len(systems) == 1 else None
+
+
 def _readmes(tree: Tree) -> dict[str, str]:
     texts: dict[str, str] = {}
     names = ("readme.md", "readme.txt", "readme")
@@ -315,8 +328,7 @@ def _notes(
     evidence: Evidence,
     claimed: str | None,
     interrupted: Mapping[str, str],
-    logs: int,
-    endpoints: int,
+    results: tuple[int, int, int],
     apart: Sequence[str],
 ) -> tuple[str, ...]:
     above = {folder: owner(folder.rpartition("/")[0], interrupted.keys() - {folder}) for folder in interrupted}
@@ -324,8 +336,10 @@ def _notes(
     notes = [f"{display(folder)}: {interrupted[folder]}".removeprefix(": ") for folder in whole[:MOST_INTERRUPTED]]
     if len(whole) > MOST_INTERRUPTED:
         notes.append(f"{count_of(len(whole) - MOST_INTERRUPTED, 'more run')} {Verdict.INTERRUPTED}")
+    logs, endpoints, tools = results
     held = f"{count_of(len(tree.files), 'file')}, {count_of(logs, 'set')} of LoadGen's logs"
-    notes.append(held + (f", {count_of(endpoints, 'result')} of MLPerf Endpoints" if endpoints else ""))
+    held += f", {count_of(endpoints, 'result')} of MLPerf Endpoints" if endpoints else ""
+    notes.append(held + (f", {count_of(tools, 'result')} of load tools" if tools else ""))
     if apart:
         held = count_of(len(apart), "set")
         notes.append(f"{held} of logs outside results and compliance, not audited, the first in {display(apart[0])}")

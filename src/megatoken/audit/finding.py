@@ -17,7 +17,7 @@ LONGEST_TEXT = 300
 # Within a family they follow the order in which the checks are defined.
 FAMILIES = (
     *("log", "build", "settings", "result", "summary", "rules", "accuracy", "compliance", "nodes"),
-    *("configuration", "system", "endpoint", "submission", "power", "run_folder", "tree"),
+    *("configuration", "system", "endpoint", "tool", "submission", "power", "run_folder", "tree"),
 )
 FIRST = ("run_folder.interrupted", "run_folder.simulated")  # before all others of their severity
 
