@@ -139,7 +139,7 @@ class EndpointSection(Section):
     start_server: Text | None = Field(
         default=None, description="command that starts the server to measure; it is stopped afterwards"
     )
-    start_seconds: Rate = Field(default=900.0, lt=1e6, description="how long that server may take until it is ready")
+    start_seconds: Rate = Field(default=900.0, lt=1e6, description="how long a server may take until it is ready")
     timeout_seconds: Rate = Field(default=600.0, lt=1e6, description="how long one answer may take; then it has failed")
     connect_seconds: Rate = Field(default=10.0, lt=1e6, description="how long opening a connection may take")
     max_in_flight: Count = Field(default=1024, le=65_536, description="requests that are open at once; others wait")

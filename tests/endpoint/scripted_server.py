@@ -45,6 +45,7 @@ class Server:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
     sent_ns: dict[str, list[int]] = field(default_factory=dict)  # times of frames with text, by prompt
+    starts_at: float = 0.0  # monotonic seconds; until then it answers 503
     stop: Callable[[], None] = lambda: None
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -63,7 +64,9 @@ class Server:
                     (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0
                 )
                 body = json.loads(await reader.readexactly(length)) if length else {}
-                if path == "/v1/models":
+                if time.monotonic() < self.starts_at:
+                    reply(writer, {"error": {"message": "loading the model"}}, 503)
+                elif path == "/v1/models":
                     reply(writer, {"data": [{"id": "m", "object": "model"}]})
                 elif path == "/version":
                     reply(writer, {"version": "7.0"})

@@ -198,6 +198,19 @@ def test_the_key_is_sent_and_appears_nowhere_else(server: Server, tmp_path: Path
     assert sum(b"Authorization: Bearer sk-secret-1" in head for head in server.heads) > 2
 
 
+def test_a_server_that_is_still_starting_is_waited_for(server: Server) -> None:
+    server.starts_at = time.monotonic() + 1.0
+    with connected(server.url) as target:
+        assert time.monotonic() > server.starts_at
+        assert answered(target, prompts("fine"))[0].finish_reason == "length"
+    server.starts_at = time.monotonic() + 60.0
+    with (
+        pytest.raises(UsageError, match=r"503.*not ready after 0\.5 s.*start_seconds"),
+        connected(server.url, start_seconds=0.5),
+    ):
+        pass
+
+
 def test_metrics_and_version_of_the_server(server: Server) -> None:
     with connected(server.url) as target:
         deadline = time.monotonic() + LONGEST_SECONDS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import ChatRequest
@@ -24,14 +24,16 @@ from megatoken.targets.endpoint.address import Address, AnswerError, ask, read_k
 from megatoken.targets.endpoint.answers import Answer, BrokenAnswerError
 from megatoken.targets.endpoint.bodies import PATHS, Api, body_of
 from megatoken.targets.endpoint.observations import Observations
-from megatoken.targets.endpoint.server_process import started_server
+from megatoken.targets.endpoint.server_process import LOOK_SECONDS, started_server
 from megatoken.targets.endpoint.target import Asking, EndpointTarget
 from megatoken.targets.endpoint.wire import ClientSettings
 
 FAST_SECONDS = 10.0  # within which a server that runs says what it serves
 MOST_PROCESSES = 4
 PROBE_TOKENS = 4
+STARTING = 503  # status of a server that loads its model
 WRONG_FIELD = (400, 422)  # statuses with which servers refuse a field
+_Found = TypeVar("_Found")
 
 
 class EndpointBackend:
@@ -70,7 +72,7 @@ class EndpointBackend:
             wanted = self._config.endpoint.served_model
             for at, address in enumerate(self._addresses):
                 try:
-                    listed = self._models(at)
+                    listed = self._when_ready(address, lambda at=at: self._models(at))  # type: ignore[misc]
                 except AnswerError as error:
                     if error.status in (404, 405) and wanted is not None:
                         continue  # it has no list
@@ -177,6 +179,29 @@ class EndpointBackend:
         except (ValueError, TypeError, KeyError):
             raise AnswerError(f"{address.url}/models: not a list of models") from None
 
+    def _when_ready(self, address: Address, question: Callable[[], _Found]) -> _Found:
+        """The answer, once a server that is still starting, and says so with status 503, has become ready.
+
+        Raises:
+            UsageError: it is not ready after ``start_seconds``.
+            AnswerError: it gives another answer.
+        """
+        longest = self._config.endpoint.start_seconds
+        deadline = time.monotonic() + longest
+        while True:
+            try:
+                return question()
+            except AnswerError as error:
+                if error.status != STARTING:
+                    raise
+                if time.monotonic() > deadline:
+                    raise UsageError(
+                        f"--endpoint {error}; not ready after {longest:g} s: look at its log, or raise"
+                        " --endpoint.start_seconds"
+                    ) from None
+                self._reporter.stage(f"waiting for {address.name} to be ready, at most {longest:g} s")
+                time.sleep(LOOK_SECONDS)
+
     def _gives_ids(self, name: str) -> bool:
         try:
             return bool(self._try(name, forces=False, ids=True).token_ids)
@@ -187,7 +212,7 @@ class EndpointBackend:
         """Whether the server knows how to force lengths; one short answer each way."""
         ids = self.served().answers == "token_ids"
         try:
-            self._try(name, forces=True, ids=ids)
+            self._when_ready(self._addresses[0], lambda: self._try(name, forces=True, ids=ids))
             return Asking(name, True, ids)
         except AnswerError as error:
             if error.status not in WRONG_FIELD:
