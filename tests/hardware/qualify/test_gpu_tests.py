@@ -156,6 +156,20 @@ def test_a_power_cap_is_no_slow_down_but_heat_is(
     assert errors.windows == [0]
 
 
+def test_pulses_are_rated_one_by_one_and_errors_between_them_are_found(
+    tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = StandInNvml()
+    library.xids = [31]
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(gpu_power, "repeat_for", lambda seconds, run: (run() is None and 2, 0.5))
+    monkeypatch.setattr(gpu_power, "device_uuid", lambda: "GPU-0")
+    found = values(gpu_power.pulse, tiny)
+    rate, errors = found["pulse_tflops"], found["errors_under_load"]
+    assert isinstance(rate, Value) and len(rate.windows) == gpu_power.PULSES
+    assert isinstance(errors, Value) and (errors.windows, errors.note) == ([1], "1 xid errors, 31")
+
+
 def test_errors_under_load_are_counted_and_named(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = iter([3, 0, 3 + 2, 1])  # corrected and not, before and after
     library = StandInNvml(TotalEccErrors=lambda gpu, kind, counter: next(counted))

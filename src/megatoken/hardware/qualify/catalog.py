@@ -70,6 +70,7 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("disk", "Disk", f"{HERE}.disk:disk", quick=False),
         HardwareTest("latency", "Latency of the host", f"{HERE}.latency:latency", quick=False),
         HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_gpu", quick=False),
+        HardwareTest("pulse", "Load and pauses in turn", f"{HERE}.gpu_power:pulse", quick=False),
         HardwareTest("formats", "Products in other formats", f"{HERE}.gpu_products:formats", quick=False),
         HardwareTest("pairs", "Copies between GPUs", f"{HERE}.gpu_pairs:pairs", quick=False, whole=True),
         HardwareTest("collectives", "Collectives", f"{HERE}.collectives:on_gpus", 120.0, quick=False, whole=True),

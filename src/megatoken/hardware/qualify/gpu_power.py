@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import statistics
 import time
 from dataclasses import asdict
 
@@ -25,6 +26,8 @@ from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
 TOKENS, LAYERS = 2048, 4
 PERIOD_SECONDS = 0.1
 """Between readings of power, clock and the reasons of low clocks."""
+PULSES, PULSE_SECONDS = 20, 1.0
+TITLE_OF_ERRORS = "Errors of memory and links, and critical errors, under load"
 TITLE = "Sustained product of a 70B layer"
 
 
@@ -75,6 +78,42 @@ def power(setting: Setting) -> Outcomes:
     yield from _new_errors(gpu, counters)
 
 
+@torch.inference_mode()
+def pulse(setting: Setting) -> Outcomes:
+    """Idle and full load in turn, as requests arrive: the rate must come back each time, and no error may appear."""
+    torch.cuda.set_device(DEVICE)
+    torch.manual_seed(0)
+    scaling = "bf16" if gpu_obstacle(find_scheme("fp8")) else "tensor"
+    product = products_of(SHAPES["llama2-70b"])[2]
+    call = Weights(scaling, [product], LAYERS).call(0, TOKENS)
+    length = min(PULSE_SECONDS, setting.power_seconds / PULSES)
+
+    def run() -> None:
+        for layer in range(LAYERS):
+            call(layer)
+
+    try:
+        gpu: NvmlGpu | None = nvml_gpu(device_uuid())
+    except CapacityError:
+        gpu = None
+    counters = gpu.counters() if gpu else Counters()
+    if gpu is not None:
+        gpu.watch_xids()
+    rate = []
+    for _ in range(PULSES):
+        time.sleep(length)
+        passes, elapsed = repeat_for(length, run)
+        rate.append(LAYERS * product.operations(TOKENS) / 1e12 * passes / elapsed)
+    title = f"{PULSES} pulses of a 70B product, {length:.2g} s each after as long a pause"
+    yield Value("pulse_tflops", title, "TFLOP/s", rate)
+    worst = min(rate) / statistics.median(rate)
+    yield Value("pulse_worst", "The slowest pulse, of the median", "%", [100 * worst], "")
+    if gpu is None:
+        yield NotRun("errors_under_load", TITLE_OF_ERRORS, "NVML does not report them", "install nvidia-ml-py")
+    else:
+        yield from _new_errors(gpu, counters)
+
+
 def _new_errors(gpu: NvmlGpu, before: Counters) -> Outcomes:
     """Errors that the card counted during the load."""
     grown = {
@@ -87,7 +126,7 @@ def _new_errors(gpu: NvmlGpu, before: Counters) -> Outcomes:
         grown["xid_errors"] = len(xids)
     bad = {name: count for name, count in grown.items() if count}
     note = ", ".join([*(f"{count} {name.replace('_', ' ')}" for name, count in bad.items()), *map(str, xids or ())])
-    title = "Errors of memory and links, and critical errors, under load"
+    title = TITLE_OF_ERRORS
     if grown:
         yield Value("errors_under_load", title, "errors", [sum(bad.values())], "zero", note=note)
     else:
