@@ -27,7 +27,8 @@ BASES = ("total", "per_gpu", "per_node", "per_rack")
 CONFIDENCE = 0.95
 INTERVAL_METHOD = "95 % confidence, Welch's t on the logarithms of the rates, from repeats of both"
 MATCHED = ("division", "state", "verdict", "scenario", "mode", "model", "accuracy_target", "precision")
-MATCHED_WHERE_KNOWN = ("weights", "ttft_limit_seconds", "tpot_limit_seconds")
+FILES = ("weights", "tokenizer_sha256", "chat_template_sha256")  # they differ with the model
+MATCHED_WHERE_KNOWN = (*FILES, "rows_sha256", "formats", "ttft_limit_seconds", "tpot_limit_seconds")
 LENGTHS = ("input_tokens_per_sample", "output_tokens_per_sample")
 LENGTHS_TOLERANCE = 0.05  # of the shorter
 OFFERED_TOLERANCE = 0.01  # of the lower; a shorter run rounds its offered rate
@@ -68,6 +69,10 @@ class Entry:
     verdict: str | None = None
     mode: str | None = None  # performance or accuracy
     weights: str | None = None
+    tokenizer_sha256: str | None = None
+    chat_template_sha256: str | None = None
+    formats: str | None = None  # of weights, activations and KV cache
+    rows_sha256: str | None = None  # of the data set as it was sent
     data_set: str | None = None
     data_set_sha256: str | None = None
     input_tokens_per_sample: float | None = None
@@ -238,7 +243,7 @@ def differences(of: Entry, to: Entry, basis: str) -> list[Difference]:
         unlike.append("data_set")
     known = {name: pair for name, pair in pairs.items() if None not in pair}
     if "model" in unlike:
-        known.pop("weights", None)  # they differ with the model
+        known = {name: pair for name, pair in known.items() if name not in FILES}
     unlike += [name for name in MATCHED_WHERE_KNOWN if name in known and known[name][0] != known[name][1]]
     unlike += [name for name in LENGTHS if name in known and _lengths_differ(*known[name])]
     found = [Difference(name.replace("_", " "), *map(_shown, pairs[name])) for name in unlike]

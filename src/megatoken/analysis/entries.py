@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatoken.analysis.comparison import Entry
+from megatoken.analysis.comparison import FILES, HASH, Entry
 from megatoken.analysis.contradictions import check_rates
 from megatoken.analysis.machine import Occupation, accelerator_name, rate_state, run_accelerators, simulated_gpu
 from megatoken.analysis.published import (
@@ -144,7 +144,9 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         nodes=nodes,
         verdict=worst_verdict(whole),
         mode=result.get("mode"),
-        weights=result.get("weights"),
+        weights=weights_of(result),
+        **{name: (result.get("identity") or {}).get(name) for name in (*FILES[1:], "rows_sha256")},
+        formats=formats_of(result),
         data_set=result.get("data_set"),
         data_set_sha256=result.get("data_set_sha256"),
         input_tokens_per_sample=sum(run.result["input_tokens"] for run in whole) / samples,
@@ -160,6 +162,22 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         software=run_software(first),
         note="; ".join(_run_notes(runs, whole)) or None,
     )
+
+
+def weights_of(result: Mapping[str, Any]) -> str | None:
+    """What identifies the weights of a run: a hash of their content, in older folders of their headers, or a seed."""
+    weights = result.get("weights")
+    if weights is None or "identity" in result or not HASH.fullmatch(weights):
+        return weights
+    return f"headers {weights}"
+
+
+def formats_of(result: Mapping[str, Any]) -> str | None:
+    """Number formats of weights, activations and KV cache as text; None where the target does not report them."""
+    formats = (result.get("target") or {}).get("formats")
+    if not isinstance(formats, Mapping):
+        return None
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in formats.items())
 
 
 def _cpu_wait(run: Run) -> float:

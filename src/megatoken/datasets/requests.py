@@ -6,10 +6,12 @@ memory than their tokens.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, overload
 
@@ -58,6 +60,20 @@ class ChatRequest(Request):
     """A request whose prompt is a chat: ``messages`` as (role, content); ``prompt`` is their text, for counting."""
 
     messages: tuple[tuple[str, str], ...] = ()
+
+
+@lru_cache(maxsize=2)
+def rows_sha256(data_set: Dataset) -> str:
+    """SHA-256 of the rows as they are sent: prompts as token ids or text, and every setting of every answer."""
+    digest = hashlib.sha256()
+    for request in data_set.requests:
+        prompt = request.prompt
+        ids = b"" if isinstance(prompt, str) else np.asarray(prompt, np.int64).tobytes()
+        text = repr((prompt if isinstance(prompt, str) else len(prompt), getattr(request, "messages", ())))
+        settings = (request.max_tokens, request.sampling, request.stop_token_ids, request.ignore_end_token)
+        digest.update(f"{text} {settings} {request.stop} {request.grammar}\n".encode(errors="surrogatepass"))
+        digest.update(ids)
+    return digest.hexdigest()
 
 
 class LazyRows(Sequence[Row]):

@@ -328,6 +328,7 @@ class Engine:
             "steps_in_flight": 1 + self._lookahead,
             "target_step_seconds": self.config.target_step_seconds,
             "fp8_scales": scheme_of(self.config).fp8_scales,
+            "formats": scheme_of(self.config).formats(),
         }
 
     def state(self) -> ReplicaState:

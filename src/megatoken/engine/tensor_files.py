@@ -28,6 +28,7 @@ DTYPES = {
 """Supported types by safetensors' names: PyTorch's name and bytes of a value."""
 FETCH = "fetch the file again"
 
+_INDEX = "model.safetensors.index.json"
 _CONFIGURATION_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
 LARGEST_JSON_BYTES = 16 * 2**20  # of a configuration, an index or a header; parsed lists take 20 times as much memory
 _MOST_DIMENSIONS = 8
@@ -160,6 +161,16 @@ def find_tensors(directory: Path) -> tuple[dict[str, StoredTensor], str]:
     return tensors, digest.hexdigest()
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files that decide the weights of a checkpoint: configuration, index, and every shard, in this order.
+
+    Raises:
+        CheckpointError: there are no weights, or the index is damaged.
+    """
+    others = [directory / name for name in (*_CONFIGURATION_FILES, _INDEX)]
+    return [path for path in others if path.is_file()] + [directory / file for file in sorted(_placement(directory))]
+
+
 def _parse_json(path: Path, content: bytes) -> dict[str, object]:
     try:
         values = json.loads(content)
@@ -174,7 +185,7 @@ def _placement(directory: Path) -> dict[str, set[str]]:
     """Files with weights, each with the tensors that the index, if there is one, places in it."""
     if (directory / "model.safetensors").is_file():
         return {"model.safetensors": set()}
-    index = directory / "model.safetensors.index.json"
+    index = directory / _INDEX
     if not index.is_file():
         pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(directory.glob(pattern))]
         if pickles:

@@ -19,7 +19,7 @@ from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.prompts import load_prompts
 from megatoken.datasets.references import HELD_OUT
-from megatoken.datasets.requests import Dataset
+from megatoken.datasets.requests import Dataset, rows_sha256
 from megatoken.datasets.tables import SUFFIXES
 from megatoken.datasets.texts import load_texts
 from megatoken.engine.config import REFERENCE, ModelConfig
@@ -69,12 +69,14 @@ class Prepared:
     tokenizer: Tokenizer | None
     qualification: Mapping[str, Any] | None = None
 
-    def facts(self) -> dict[str, Any]:
-        """The fields of ``result.json`` that are known before the run."""
+    def facts(self, *, hashed: bool = True) -> dict[str, Any]:
+        """The fields of ``result.json`` that are known before the run; unless ``hashed``, without reading the model."""
         memory = self.model.memory
+        files = self.model.files.identity() if self.model.files and hashed else {}
         return {
             "model": self.model.name,
-            "weights": self.model.weights,
+            "weights": files.get("weights_sha256") or self.model.weights,
+            **({"identity": {**files, "rows_sha256": rows_sha256(self.data_set)}} if hashed else {}),
             "random_weights": self.model.random_weights,
             "precision": self.config.precision if self.model.memory else None,
             "data_set": self.data_set.name,
@@ -97,7 +99,7 @@ class Prepared:
         """The resolved configuration and what follows from it, ready for JSON."""
         config = resolve(self.config, self.model.memory).model_dump(mode="json")
         warnings = [reason("NOTE", text=warning) for warning in self.warnings]
-        return {"config": config, **self.facts(), "notes": [*warnings, *self.notes]}
+        return {"config": config, **self.facts(hashed=False), "notes": [*warnings, *self.notes]}
 
     def describe(self) -> str:
         """The same as text: the configuration as YAML, the rest as comments."""
@@ -105,9 +107,10 @@ class Prepared:
         parameters = f"{model.shape.parameters:,} parameters, " if model.shape else ""
         if model.shape and model.shape.experts:
             parameters += f"{model.shape.active_parameters:,} of them active for a token, "
+        weights = model.weights or ("hashed as they load" if model.files else "unknown")
         tokens_in = f"{data_set.input_tokens.mean():.1f} tokens in, " if data_set.prompts_counted else ""
         comments = [
-            f"model {model.name}: {parameters}weights {model.weights or 'unknown'}",
+            f"model {model.name}: {parameters}weights {weights}",
             *(model.memory.lines() if model.memory else ()),
             f"data set {data_set.name}: {count_of(len(data_set.requests), 'row')}, {tokens_in}"
             f"at most {data_set.output_limits.mean():.1f} out on average",

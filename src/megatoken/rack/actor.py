@@ -120,8 +120,19 @@ class WorkerActor:
         return {**facts, "content_hash": source.content_hash, "memory_plan": asdict(plan)}
 
     def _load(self) -> dict[str, Any]:
+        from megatoken.engine.config import model_folder
+        from megatoken.engine.tensor_files import weight_files
+        from megatoken.runs.identity import ModelFiles
+
+        folder, spec = model_folder(self._spec.model), self._spec
+        weights = spec.simulated_gpu is None and not spec.random_weights and folder.is_dir()
+        files = ModelFiles(folder, weight_files(folder)) if weights else None
+        if files is not None:
+            files.start()
         self._engines = [self._engine() for _ in range(self._count)]
-        return {"memory_plan": asdict(self._engines[0].memory_plan), "target": self._engines[0].describe()}
+        found = files.identity()["weights_sha256"] if files is not None else None
+        plan, target = asdict(self._engines[0].memory_plan), self._engines[0].describe()
+        return {"memory_plan": plan, "target": target, "weights_sha256": found}
 
     def _engine(self) -> Engine:
         from megatoken.engine import Engine, EngineConfig

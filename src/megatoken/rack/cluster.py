@@ -151,6 +151,7 @@ class Cluster:
             process.stage, process.answer = "loading", process.actor.load.remote()
         for process in processes:
             process.facts |= self._answer_of(process)
+        _check_alike(processes, ("weights_sha256",))
         return [process.facts for process in processes]
 
     def serve(self, hub: Driver, key: bytes, replan: Callable[[Sequence[Node]], Sequence[Slot]], replace: bool) -> None:
@@ -415,16 +416,21 @@ def _checked(answer: str, name: str) -> dict[str, Any]:
     return facts
 
 
-def _check_alike(processes: Sequence[Process]) -> None:
-    """Refuses nodes that would not compute the same results.
+_ALIKE = {
+    "version": ("megatoken", "install the same version everywhere"),
+    "content_hash": ("checkpoint", "copy the same files to every node"),
+    "weights_sha256": ("weights", "copy the same files to every node"),
+}
+
+
+def _check_alike(processes: Sequence[Process], keys: Sequence[str] = ("version", "content_hash")) -> None:
+    """Refuses nodes that would not compute the same results, by these facts.
 
     Raises:
         UsageError: names what differs, and where.
     """
-    for key, what, fix in (
-        ("version", "megatoken", "install the same version everywhere"),
-        ("content_hash", "checkpoint", "copy the same files to every node"),
-    ):
+    for key in keys:
+        what, fix = _ALIKE[key]
         found: dict[str, str] = {}
         for process in processes:
             found.setdefault(str(process.facts[key]), process.slot.node.name)

@@ -13,7 +13,7 @@ TEXTS = (
 )
 MAPPINGS = (
     *("ttft_seconds", "tpot_seconds", "latency_seconds", "send_lag_seconds", "handover_seconds", "stages"),
-    *("target", "seeds", "rack", "aggregate", "rate_search", "soak", "stability", "node_verdicts", "load"),
+    *("target", "seeds", "rack", "aggregate", "rate_search", "soak", "stability", "node_verdicts", "load", "identity"),
 )
 LISTS = ("notes", "nodes", "rack_nodes", "steady_window_seconds")
 NUMBERS = (  # how their names end

@@ -29,6 +29,7 @@ SUMMARY = "mlperf_log_summary.txt"
 USER_CONF = "user.conf"
 ACCURACY_TXT, ACCURACY_JSON = "accuracy/accuracy.txt", "accuracy/accuracy.json"
 ONE_FOR_ALL = {"model": "model", "weights": "weights", "precision": "precision", "data_set_sha256": "data set"}
+FILES_FOR_ALL = {"tokenizer_sha256": "tokenizer", "chat_template_sha256": "chat template"}
 LATENCY_CODES = {"TTFT_LIMIT", "TPOT_LIMIT"}
 _FAMILIES = {
     "llama2-70b": r"llama[-_ ]?2[-_ ]70b",
@@ -209,6 +210,10 @@ def _unlike(run: SubmittedRun, first: SubmittedRun, division: str) -> Iterator[s
     for key, what in ONE_FOR_ALL.items():
         if result.get(key) != other.get(key):
             yield f"{what} is {result.get(key)}, but {other.get(key)} in {first.path}"
+    files, others = (mapping(one.get("identity")) for one in (result, other))
+    for key, what in FILES_FOR_ALL.items():
+        if None not in (found := (files.get(key), others.get(key))) and found[0] != found[1]:
+            yield f"{what} is {found[0]}, but {found[1]} in {first.path}"
     if not same_system(run.run, first.run):
         yield f"machine or LoadGen version differs from {first.path}; a submission has one system"
     if division == "closed":

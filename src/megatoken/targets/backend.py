@@ -11,8 +11,10 @@ from megatoken.config import RunConfig
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights
 from megatoken.engine.config import ModelConfig, model_folder
 from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.tensor_files import weight_files
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError
+from megatoken.runs.identity import ModelFiles
 from megatoken.runs.reasons import Reason, reason
 from megatoken.targets import Target
 
@@ -33,14 +35,15 @@ class ServedModel:
 
     Attributes:
         name: of the model.
-        weights: what ``result.json`` names the weights by: content hash of the checkpoint, or ``random, seed N``.
+        weights: ``random, seed N``; None where hashes of ``files`` identify them, or nothing does.
         max_running: requests that one replica runs at once.
         shape: shape of the model; a backend that takes text need not know it.
         memory: memory plan of one replica.
         prompts: what the target takes in ``submit``: token ids, or text and chat messages.
         answers: what the target returns: token ids, or text alone; None: the same as ``prompts``.
-        content_hash: of the checkpoint; random weights have none.
+        content_hash: of configuration and headers of the checkpoint; random weights have none.
         random_weights: whether the weights are random.
+        files: the checkpoint's, to be hashed; None where the model has none here.
         notes: what a reader of the results must know about the model.
     """
 
@@ -53,6 +56,7 @@ class ServedModel:
     answers: Literal["token_ids", "text"] | None = None
     content_hash: str | None = None
     random_weights: bool = False
+    files: ModelFiles | None = None
     notes: tuple[Reason, ...] = ()
 
 
@@ -95,14 +99,19 @@ def engine_model(config: RunConfig, source: Checkpoint | RandomWeights, memory: 
     if content_hash is None:
         gpu = config.rack.simulated_gpu
         notes.append(reason("SIMULATED_GPU", gpu=gpu) if gpu else reason("RANDOM_WEIGHTS"))
+    folder = model_folder(config.model)
+    files = None
+    if folder.is_dir():
+        files = ModelFiles(folder, weight_files(folder) if content_hash is not None else ())
     return ServedModel(
         name=shape.name,
-        weights=content_hash or f"random, seed {config.seed}",
+        weights=None if content_hash is not None else f"random, seed {config.seed}",
         max_running=memory.max_sequences,
         shape=shape,
         memory=memory,
         content_hash=content_hash,
         random_weights=content_hash is None,
+        files=files,
         notes=tuple(notes),
     )
 

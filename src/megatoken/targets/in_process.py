@@ -72,6 +72,8 @@ class InProcessBackend:
         on_cpu = served.memory is not None and served.memory.device == "cpu"
         compiling = "; compiling its kernels, once" if on_cpu and must_build() else ""
         self._reporter.stage(f"loading {served.name} in {config.precision}{compiling}")
+        if served.files is not None:
+            served.files.start()
         engine = Engine(
             config.model,
             config.engine_config(),
@@ -79,6 +81,9 @@ class InProcessBackend:
             seed=config.seed,
             tokenizer=self._tokenizer,
         )
+        if served.files is not None and not served.files.done:
+            self._reporter.stage(f"hashing the files of {served.name}")
+            served.files.identity()
         self._served = replace(served, memory=engine.memory_plan, max_running=engine.memory_plan.max_sequences)
         with Sensors(engine.gpu_uuids) as sensors:
             yield InProcessTarget(engine, sensors)

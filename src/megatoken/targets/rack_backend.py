@@ -96,7 +96,17 @@ class RackBackend:
         """Loads the model in every process."""
         replicas = sum(len(slot.places) for slot in self.slots)
         self.reporter.stage(f"loading {self.config.model} on {count_of(replicas, 'replica')}")
+        if self.model.files is not None:
+            self.model.files.start()
         self.found = self.cluster.load()
+        theirs = self.found[0].get("weights_sha256")
+        if theirs is not None and self.model.files is not None:
+            mine = self.model.files.identity()["weights_sha256"]
+            if mine != theirs:
+                raise UsageError(
+                    f"the nodes' weights {theirs[:12]} are not the driver's, {mine[:12]}; copy the same files to every"
+                    " machine"
+                )
 
     @contextmanager
     def load(self) -> Iterator[RackTarget]:

@@ -9,6 +9,7 @@ FP4 = LinearScheme(
     "bfloat16",
     activation_bytes=2,
     weight_bytes=0.5 + 1 / 16,
+    quantised_format="e2m1",
     fp8_cache=True,
     simulated_only=True,
     gpu_input_bytes=8,

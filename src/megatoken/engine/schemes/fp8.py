@@ -30,6 +30,7 @@ class Fp8Scheme(LinearScheme):
     activation_type: str = "bfloat16"
     activation_bytes: int = 2
     weight_bytes: float = 1
+    quantised_format: str | None = "e4m3"
     fp8_scales: Fp8Scales | None = "tensor"
     fp8_cache: bool = True
     lowest_capability: tuple[int, int] | None = (8, 9)

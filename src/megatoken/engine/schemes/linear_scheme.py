@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # memory planning and simulation run without PyTorch
     from megatoken.engine.schemes.fp8_weight import Fp8Weight
     from megatoken.engine.schemes.packed4 import Packed4
 
+_SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+
 
 @dataclass(frozen=True)
 class LinearScheme:
@@ -27,6 +29,7 @@ class LinearScheme:
 
     Attributes:
         precision: name of the format.
+        quantised_format: of weights and inputs of the linears; None: that of activations.
         fp8_scales: the option that picks this scheme among those of its precision; None if there is one alone.
         activation_type: PyTorch's name of the type of activations.
         activation_bytes: of one activation.
@@ -51,6 +54,7 @@ class LinearScheme:
     activation_type: str
     activation_bytes: int
     weight_bytes: float
+    quantised_format: str | None = None
     fp8_scales: Fp8Scales | None = None
     output_scale_bytes: int = 0
     fp8_cache: bool = False
@@ -66,6 +70,15 @@ class LinearScheme:
     sustained_basis: str = "an H200 reaches"
     watts_per_operation: float = math.nan
     product_operations_per_second: float = math.nan
+
+    def formats(self) -> dict[str, str]:
+        """Number formats of the weights of the layers' linears, the inputs of these linears, and the KV cache."""
+        plain, quantised = _SHORT[self.activation_type], self.quantised_format
+        return {
+            "weights": quantised or plain,
+            "activations": quantised or plain,
+            "kv_cache": "e4m3" if self.fp8_cache else plain,
+        }
 
     def cache_item_bytes(self, device: str) -> int:
         """Of one element of a key or value on a device, "cpu" or "cuda"."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatoken.analysis.comparison import UNSTATED, Difference
+from megatoken.analysis.comparison import FILES, UNSTATED, Difference
 from megatoken.report.bars import Bar, bar_chart
 from megatoken.report.blocks import Badge, Cell, Column, Figure, Table, View, Words, section
 from megatoken.report.documents import Document
@@ -21,7 +21,7 @@ BASES = {
 }
 POWER = ("measured_watts", "nameplate_watts", "measured_over_nameplate")
 EFFICIENCY = {"tokens_per_joule_measured": "measured", "tokens_per_joule_nameplate": "nameplate"}
-LONG = ("weights", "data_set_sha256", "shared_with")  # with every ratio where they matter
+LONG = (*FILES, "rows_sha256", "data_set_sha256", "shared_with")  # with every ratio where they matter
 IN_OTHER_TABLES = ("per_rack_measured", "software", "repeats", "note")
 TWICE = (*(key for _, key in BASES.values()), *IN_OTHER_TABLES, *POWER, *EFFICIENCY, *LONG)
 
