@@ -111,7 +111,7 @@ def test_rows_differ_by_any_setting_of_an_answer_or_token_of_a_prompt(tmp_path):
 
 def test_a_comparison_says_that_runs_of_changed_weights_are_not_like_for_like(model, tmp_path):
     def run(folder: Path) -> Path:
-        out = tmp_path / f"runs-{folder.name}"
+        out = folder.parent / "runs"
         flags = ("--model", folder, "--samples", 4, "--warm-up", 0.1, "--engine.threads", 1, "--precision", "fp32")
         assert call_here("run", *flags, "--prompts", prompts, "--out", out)[0] == 0
         return next(out.iterdir())
