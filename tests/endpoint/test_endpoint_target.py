@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from scripted_server import Server, scripted_server
 
+from cli_support import call_here
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import ChatRequest
 from megatoken.engine.request import Request
@@ -238,3 +240,24 @@ def test_what_cannot_be_asked_for_is_refused(server: Server, tmp_path: Path) -> 
     config = RunConfig(endpoint={"urls": server.url, "served_model": "other"})
     with pytest.raises(UsageError, match="it serves m, not other"):
         EndpointBackend(config, Progress(quiet=True)).served()
+
+
+def test_a_sweep_of_a_server_that_ends_before_the_window_says_so(server: Server, tmp_path: Path) -> None:
+    prompts_file = tmp_path / "prompts.jsonl"
+    prompts_file.write_text('{"prompt": "ok", "max_tokens": 4}\n')
+
+    def end_server() -> None:
+        while len(server.bodies) < 12:
+            time.sleep(0.01)
+        server.stop()
+
+    ending = threading.Thread(target=end_server)
+    ending.start()
+    phases = ("--warm-up", 0.1, "--settle", LONGEST_SECONDS, "--window", 1)
+    code, _, err = call_here(
+        *("sweep", "--endpoint", server.url, "--prompts", prompts_file, "--concurrency", 2, *phases),
+        *("--endpoint.processes", 1, "--out", tmp_path / "runs"),
+    )
+    ending.join()
+    assert code == 1
+    assert "the load ended before its window" in err and "Check that the target still answers" in err

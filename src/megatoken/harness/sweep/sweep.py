@@ -104,6 +104,8 @@ class _Sweep:
                 write_text(self.path / SWEEP, to_json(document))
                 if self.stop.received:
                     return
+                if run.result["load"]["window_seconds"] is None:
+                    raise _no_window(run)
                 points.append(point_figures(run))
                 self._report(points[-1])
                 if isinstance(self.plan, RuledPlan):
@@ -200,3 +202,13 @@ class _Sweep:
         if isinstance(self.plan, RuledPlan):
             write_result_files(folder.mlperf_directory, self.plan, value, concluded["ruled"], requests, self.config)
         folder.finish({**concluded, "ended_at": utc_text(datetime.now(UTC))})
+
+
+def _no_window(run: Run) -> MegatokenError:
+    """Why a load has nothing to count; most often a server that has gone."""
+    causes = [ended] if (ended := run.result["load"]["ended_by"]) else run.reasons
+    why = "; ".join(cause["message"] for cause in causes) or "no request came in time"
+    return MegatokenError(
+        f"{run.path}: the load ended before its window: {why}. Check that the target still answers; requests.parquet "
+        "has the error of each request"
+    )
