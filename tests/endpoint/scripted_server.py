@@ -167,19 +167,19 @@ def reply(writer: asyncio.StreamWriter, document: Any, status: int = 200, header
 
 
 @contextmanager
-def scripted_server() -> Iterator[Server]:
+def scripted_server(port: int = 0) -> Iterator[Server]:
     server, ready = Server(), threading.Event()
 
     def run() -> None:
         async def main() -> None:
             stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-            listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+            listening = await asyncio.start_server(server.serve, "127.0.0.1", port)
             server.port = listening.sockets[0].getsockname()[1]
             server.stop = lambda: loop.call_soon_threadsafe(stopped.set)
             ready.set()
             await stopped.wait()
             listening.close()
-            await asyncio.sleep(0.05)  # connections that were just accepted reach ``serve``
+            await asyncio.sleep(0.3)  # connections that were just accepted reach ``serve``
             for writer in server.writers:
                 writer.transport.abort()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -127,7 +127,26 @@ def test_samples_of_an_endpoint_that_dies_go_to_the_others_once(server: Server) 
     assert [event.error for event in ended] == [None] * 40
     [lost] = outcome["endpoints"]["lost"]
     assert lost["endpoint"] == f"127.0.0.1:{other.port}" and lost["samples_moved"] == 20
+    assert lost["back_at_seconds"] is None
     assert sum(server.asked.values()) == 40
+
+
+def test_an_endpoint_that_comes_back_gets_samples_again_and_stays_in_the_record(server: Server) -> None:
+    with scripted_server() as other, connected(server.url, other.url) as target:
+        other.stop()
+        first = answered(target, prompts(*(f"quick {number}" for number in range(10))))
+        with scripted_server(other.port) as again:
+            deadline = time.monotonic() + LONGEST_SECONDS
+            while target.outcome(0)["endpoints"]["lost"][0]["back_at_seconds"] is None:
+                assert time.monotonic() < deadline
+                target.poll(0.1)
+            second = answered(target, prompts(*(f"ok {number}" for number in range(10))))
+            assert sum(again.asked.values()) == 5
+        [lost] = target.outcome(0)["endpoints"]["lost"]
+        target.begin()
+        assert target.outcome(0)["endpoints"]["lost"] == []
+    assert {event.error for event in [*first.values(), *second.values()]} == {None}
+    assert lost["at_seconds"] < lost["back_at_seconds"] and lost["samples_moved"] >= 1
 
 
 FOUND = {

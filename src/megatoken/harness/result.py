@@ -153,7 +153,11 @@ def lost_endpoints(facts: Mapping[str, Any]) -> list[Reason]:
     endpoints = facts.get("endpoints")
     if not endpoints or not endpoints["lost"]:
         return []
-    losses = [f"{one['endpoint']} at {one['at_seconds']:.0f} s ({one['cause']})" for one in endpoints["lost"]]
+    losses = [
+        f"{one['endpoint']} at {one['at_seconds']:.0f} s ({one['cause']})"
+        + (f", back at {one['back_at_seconds']:.0f} s" if one["back_at_seconds"] is not None else "")
+        for one in endpoints["lost"]
+    ]
     moved = sum(one["samples_moved"] for one in endpoints["lost"])
     return [
         reason("LOST_ENDPOINTS", lost=len(losses), endpoints=endpoints["count"], losses=losses, samples_moved=moved)

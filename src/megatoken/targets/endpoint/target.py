@@ -55,17 +55,24 @@ class _Sample:
 
 
 @dataclass(slots=True)
+class _Loss:
+    """A time in which an endpoint got no samples."""
+
+    endpoint: str
+    lost_ns: int
+    cause: str
+    back_ns: int | None = None
+    moved: int = 0
+
+
+@dataclass(slots=True)
 class _Endpoint:
     name: str
     in_flight: int = 0
-    answered: int = 0
-    failed: int = 0
     output_tokens: int = 0
     input_tokens: int = 0
-    moved: int = 0
     heard_ns: int = 0
-    lost_ns: int | None = None
-    cause: str = ""
+    loss: _Loss | None = None  # while it is lost
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -150,7 +157,7 @@ class EndpointTarget:
         self._open: dict[int, _Sample] = {}  # by ticket
         self._next_ticket = 0
         self._wake: HasFileno | None = None
-        self._due: list[SampleEvent] = []  # events that no process reported
+        self._losses: list[_Loss] = []
         self._retries = 0
         self._every_text = False
 
@@ -183,10 +190,10 @@ class EndpointTarget:
         self._dispatch()
         for worker in self._workers:
             worker.flush()
-        events, self._due = self._due, []
+        events: list[SampleEvent] = []
         sources: list[Any] = [worker.socket for worker in self._workers]
         wake = [self._wake] if self._wake is not None else []
-        ready = select.select(sources + wake, [], [], 0.0 if events else timeout_seconds)[0]
+        ready = select.select(sources + wake, [], [], timeout_seconds)[0]
         for worker in self._workers:
             if worker.socket in ready:
                 data = worker.socket.recv(RECEIVE_BYTES)
@@ -215,13 +222,13 @@ class EndpointTarget:
         """Endpoints that were lost since then, what each did, and how busy the client was."""
         lost = [
             {
-                "endpoint": one.name,
+                "endpoint": one.endpoint,
                 "at_seconds": (one.lost_ns - since_ns) / 1e9,
+                "back_at_seconds": None if one.back_ns is None else (one.back_ns - since_ns) / 1e9,
                 "cause": one.cause,
                 "samples_moved": one.moved,
             }
-            for one in self._endpoints
-            if one.lost_ns is not None
+            for one in self._losses
         ]
         waits = [worker.core_wait_share for worker in self._workers if worker.core_wait_share is not None]
         return {
@@ -243,7 +250,8 @@ class EndpointTarget:
         self._retries = 0
         for worker in self._workers:
             worker.busy_share = worker.loop_lag_seconds = 0.0
-        for one in self._endpoints:
+        self._losses = [one for one in self._losses if one.back_ns is None]
+        for one in self._losses:
             one.moved = 0
 
     def withdraw(self) -> list[int]:
@@ -259,7 +267,6 @@ class EndpointTarget:
             worker.send(wire.CANCEL, [ticket for ticket, sample in self._open.items() if sample.worker == at])
             worker.in_flight = 0
         self._open.clear()
-        self._due.clear()
         for one in self._endpoints:
             one.in_flight = 0
 
@@ -276,7 +283,7 @@ class EndpointTarget:
         """Gives a sample to the endpoint and the process with the fewest."""
         at, worker = 0, 0
         if len(self._endpoints) > 1:
-            alive = [one for one, end in enumerate(self._endpoints) if end.lost_ns is None and one != sample.endpoint]
+            alive = [one for one, end in enumerate(self._endpoints) if end.loss is None and one != sample.endpoint]
             at = min(alive or range(len(self._endpoints)), key=lambda one: self._endpoints[one].in_flight)
         if len(self._workers) > 1:
             worker = min(range(len(self._workers)), key=lambda one: self._workers[one].in_flight)
@@ -295,6 +302,10 @@ class EndpointTarget:
         elif kind == wire.METRICS:
             at, metrics = value
             self._endpoints[at].metrics = metrics
+        elif kind == wire.BACK:
+            end = self._endpoints[value]
+            assert end.loss is not None
+            end.loss.back_ns, end.loss = time.monotonic_ns(), None
         else:
             for fields in value:
                 self._take_event(fields, events)
@@ -327,7 +338,6 @@ class EndpointTarget:
 
     def _ended(self, sample: _Sample, end: _Endpoint, ended: Ended) -> SampleEvent:
         end.heard_ns = ended.last_ns
-        end.answered += 1
         end.output_tokens += ended.tokens
         end.input_tokens += max(0, ended.input_tokens)
         self._retries += ended.retries
@@ -350,42 +360,41 @@ class EndpointTarget:
     def _failed(self, ticket: int, sample: _Sample, failed: Failed, events: list[SampleEvent]) -> None:
         self._retries += failed.retries
         end = self._endpoints[sample.endpoint]
-        others = any(one.lost_ns is None for one in self._endpoints if one is not end)
+        others = any(one.loss is None for one in self._endpoints if one is not end)
         self._release(ticket, sample)
         if others and failed.cause in ("connect", "gone"):
-            self._lose(end, failed.message)
+            self._lose(end, failed.message, events)
         elif others and failed.cause == "timeout" and self._silent(end):
-            self._lose(end, f"silent for {self._settings.timeout_seconds:g} s")
-        if others and failed.cause in ("connect", "gone", "interrupted") and not sample.moved:
-            sample.moved = True
-            end.moved += 1
-            self._queue.appendleft(sample)
-            return
-        end.failed += 1
-        events.append(SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), node=end.name, error=failed.message))
+            self._lose(end, f"silent for {self._settings.timeout_seconds:g} s", events)
+        if not (others and failed.cause in ("connect", "gone", "interrupted") and self._move(end, sample)):
+            events.append(_failure(end, sample, failed.message))
 
     def _silent(self, end: _Endpoint) -> bool:
         return time.monotonic_ns() - end.heard_ns > self._settings.timeout_seconds * 1e9
 
-    def _lose(self, end: _Endpoint, cause: str) -> None:
-        """Gives no more samples to an endpoint; those it holds go to the others, once."""
-        if end.lost_ns is not None:
+    def _lose(self, end: _Endpoint, cause: str, events: list[SampleEvent]) -> None:
+        """Gives no more samples to an endpoint until it answers; those it holds go to the others, once."""
+        if end.loss is not None:
             return
-        end.lost_ns, end.cause = time.monotonic_ns(), cause
+        end.loss = _Loss(end.name, time.monotonic_ns(), cause)
+        self._losses.append(end.loss)
         at = self._endpoints.index(end)
-        held = [(ticket, sample) for ticket, sample in self._open.items() if sample.endpoint == at]
-        for ticket, sample in held:
+        self._workers[0].send(wire.PROBE, at)
+        for ticket, sample in [(ticket, sample) for ticket, sample in self._open.items() if sample.endpoint == at]:
             self._release(ticket, sample)
             self._workers[sample.worker].send(wire.CANCEL, [ticket])
-            if sample.moved:
-                end.failed += 1
-                self._due.append(
-                    SampleEvent(sample.sample_id, (), None, end.lost_ns, node=end.name, error=f"{end.name}: {cause}")
-                )
-            else:
-                sample.moved = True
-                end.moved += 1
-                self._queue.appendleft(sample)
+            if not self._move(end, sample):
+                events.append(_failure(end, sample, f"{end.name}: {cause}"))
+
+    def _move(self, end: _Endpoint, sample: _Sample) -> bool:
+        """Queues a sample for another endpoint, unless it was moved before."""
+        if sample.moved:
+            return False
+        sample.moved = True
+        if end.loss is not None:
+            end.loss.moved += 1
+        self._queue.appendleft(sample)
+        return True
 
     def _release(self, ticket: int, sample: _Sample) -> None:
         del self._open[ticket]
@@ -408,6 +417,10 @@ class EndpointTarget:
 def _observed(ticket: int) -> bool:
     """Whether the text of an answer is looked at."""
     return ticket < TEXTS_AT_FIRST or ticket % TEXTS_LATER == 0
+
+
+def _failure(end: _Endpoint, sample: _Sample, message: str) -> SampleEvent:
+    return SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), node=end.name, error=message)
 
 
 def _without_metrics(settings: ClientSettings) -> ClientSettings:

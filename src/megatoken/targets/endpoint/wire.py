@@ -15,8 +15,8 @@ from megatoken.targets.endpoint.address import Address
 from megatoken.targets.endpoint.bodies import Api
 
 _LENGTH = struct.Struct("<I")
-SEND, CANCEL = "send", "cancel"  # to a client process: [Task], [ticket]
-EVENTS, LOAD, METRICS = "events", "load", "metrics"  # from it
+SEND, CANCEL, PROBE = "send", "cancel", "probe"  # to a client process: [Task], [ticket], number of a lost endpoint
+EVENTS, LOAD, METRICS, BACK = "events", "load", "metrics", "back"  # from it
 FIRST, PROGRESS, END, FAILURE = range(4)  # kinds of events, the first of their fields
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import re
 import select
 import signal
 import socket
@@ -22,10 +21,12 @@ from megatoken.targets.endpoint.address import trust
 from megatoken.targets.endpoint.answers import Flag
 from megatoken.targets.endpoint.bodies import PATHS
 from megatoken.targets.endpoint.connection import Connection, Exchange
+from megatoken.targets.endpoint.dialer import Dialer
 from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, Unpacker, pack
 
 LOOK_SECONDS = 0.05
 REPORT_SECONDS = 1.0
+PROBE_SECONDS = 1.0  # between two questions to an endpoint that was lost
 AFTER_DONE_SECONDS = 1.0  # how long the end of a stream may take after [DONE]
 RETRY_SECONDS = 1.0  # where the server does not say when to try again
 LONGEST_RETRY_SECONDS = 60.0
@@ -37,18 +38,6 @@ MOST_HELD = 32  # reads of a stream that are taken apart together
 HELD_BYTES = 1 << 12  # a read as long has many frames
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 _WAITS = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-# Metrics of vLLM's names, and what they are called here.
-METRICS = {
-    b"vllm:num_requests_running": "running",
-    b"vllm:num_requests_waiting": "waiting",
-    b"vllm:num_preemptions_total": "preemptions",
-    b"vllm:kv_cache_usage_perc": "cache_share",
-    b"vllm:prefix_cache_queries_total": "prefix_cache_queries",
-    b"vllm:prefix_cache_hits_total": "prefix_cache_hits",
-    b"vllm:generation_tokens_total": "output_tokens",
-    b"vllm:prompt_tokens_total": "input_tokens",
-}
-_METRIC = re.compile(rb"^(vllm:[a-z_]+)(?:\{[^}\n]*\})? ([0-9.eE+-]+)", re.MULTILINE)
 
 
 class Client:
@@ -68,9 +57,11 @@ class Client:
         self._poll = select.epoll()  # of connections: the loop waits for it as one source
         self._connections: dict[int, Connection] = {}  # by file descriptor
         self._writing: set[Connection] = set()  # have more to send than the kernel takes
-        self._resolved: list[list[tuple[Any, ...]]] = [[] for _ in settings.addresses]
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tls = [trust(one.secure, settings.ca_file) for one in settings.addresses]  # type: ignore[arg-type]
+        self._dialers = [
+            Dialer(one, trust(one.secure, settings.ca_file), settings.key, settings.connect_seconds)
+            for one in settings.addresses
+        ]
         self._heads = [self._head(at) for at in range(len(settings.addresses))]
         self._worst_lag = 0.0
         self._core_wait = CoreWait()
@@ -225,49 +216,10 @@ class Client:
 
     async def _open_connection(self, at: int) -> Connection:
         """A new connection to an endpoint. Raises OSError."""
-        address, tls = self._settings.addresses[at], self._tls[at]
-        places = self._resolved[at] or await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        self._resolved[at] = []  # a name is looked up again after a failure
-        error: OSError = OSError("the name has no address")
-        for family, kind, protocol, _, place in places:
-            opened = socket.socket(family, kind, protocol)
-            try:
-                opened.setblocking(False)
-                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await self._loop.sock_connect(opened, place)
-                if tls is not None:
-                    opened = tls.wrap_socket(opened, server_hostname=address.host, do_handshake_on_connect=False)
-                    await self._shake_hands(opened)
-            except OSError as raised:
-                opened.close()
-                error = raised
-                continue
-            except BaseException:
-                opened.close()
-                raise
-            self._resolved[at] = places
-            connection = Connection(self, at, opened)
-            self._connections[opened.fileno()] = connection
-            self._poll.register(opened, _READ)
-            return connection
-        raise error
-
-    async def _shake_hands(self, opened: ssl.SSLSocket) -> None:
-        """TLS's handshake. Raises OSError."""
-        while True:
-            try:
-                opened.do_handshake()
-                return
-            except ssl.SSLWantReadError:
-                watch, unwatch = self._loop.add_reader, self._loop.remove_reader
-            except ssl.SSLWantWriteError:
-                watch, unwatch = self._loop.add_writer, self._loop.remove_writer
-            ready = asyncio.Event()
-            watch(opened.fileno(), ready.set)
-            try:
-                await ready.wait()
-            finally:
-                unwatch(opened.fileno())
+        connection = Connection(self, at, await self._dialers[at].connect())
+        self._connections[connection.socket.fileno()] = connection
+        self._poll.register(connection.socket, _READ)
+        return connection
 
     def _cancel(self, ticket: int) -> None:
         exchange = self._open.pop(ticket, None)
@@ -300,6 +252,9 @@ class Client:
             os._exit(0)
         deadline = time.monotonic() + self._settings.timeout_seconds
         for kind, value in self._unpacker.feed(data):
+            if kind == wire.PROBE:
+                self._spawn(self._probe(value))
+                continue
             if kind == wire.CANCEL:
                 for ticket in value:
                     self._cancel(ticket)
@@ -385,28 +340,17 @@ class Client:
                 exchange.connection.finish()
 
     async def _scrape(self, at: int) -> None:
-        """Reads an endpoint's metrics about once a second, until it has none."""
-        address, key = self._settings.addresses[at], self.key
-        head = f"GET {address.root}/metrics HTTP/1.1\r\nHost: {address.name}\r\nConnection: close\r\n"
-        request = (head + (f"Authorization: Bearer {key}\r\n" if key else "") + "\r\n").encode()
+        """Reads an endpoint's metrics about once a second."""
         while True:
-            try:
-                async with asyncio.timeout(self._settings.connect_seconds):
-                    reader, writer = await asyncio.open_connection(
-                        address.host, address.port, ssl=self._tls[at], limit=RECEIVE_BYTES
-                    )
-                    writer.write(request)
-                    text = await reader.read(-1)
-                    writer.close()
-            except (OSError, TimeoutError, asyncio.LimitOverrunError):
-                text = b""
-            values: dict[str, float] = {}
-            for name, value in _METRIC.findall(text):
-                if name in METRICS:
-                    values[METRICS[name]] = values.get(METRICS[name], 0.0) + float(value)
-            if values:
+            if values := await self._dialers[at].metrics():
                 self._tell(wire.METRICS, (at, values))
             await asyncio.sleep(REPORT_SECONDS)
+
+    async def _probe(self, at: int) -> None:
+        """Asks a lost endpoint until it answers."""
+        while not await self._dialers[at].answers():
+            await asyncio.sleep(PROBE_SECONDS)
+        self._tell(wire.BACK, at)
 
 
 def _ended(exchange: Exchange) -> Ended:
