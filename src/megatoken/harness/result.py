@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 CORE_WAIT_SHARE = 0.05  # of the time; more is noted
 CLIENT_BUSY_SHARE = 0.9  # of a core, in the busiest second of a client process
+CLIENT_LATE_SHARE = 0.05  # of the looks of a client process at its clock, which may be late by over 10 ms
+SPARE = 2.0  # times the processes that a load would keep busy all the time
 _OUTPUT_RATES = {"offline": "result_tokens_per_second"}
 _SAMPLE_RATES = {"offline": "result_samples_per_second", "singlestream": "result_qps_with_loadgen_overhead"}
 
@@ -131,7 +133,7 @@ def concluded_point(facts: Mapping[str, Any], requests: pa.Table) -> dict[str, A
     broken = point["broken"] if point else []
     verdict, reasons = judge(point is not None, broken, int(samples.failed.sum()), len(requests))
     verdict, reasons = _without_replicas(verdict, reasons, [*lost_replicas(facts), *lost_endpoints(facts)])
-    if point and (saturated := saturated_client(facts, samples, None)):
+    if saturated := saturated_client(facts, samples, None):
         verdict, reasons = Verdict.INVALID, [*reasons, *saturated]
     judged = {"ruled": point} if point else {}
     return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "doubts": [], **judged}
@@ -170,15 +172,30 @@ def saturated_client(facts: Mapping[str, Any], samples: Samples, limits: Latency
     if not client:
         return []
     busy, processes, waited = client["busy_share"], client["processes"], client["core_wait_share"] or 0.0
-    needed = max(processes + 1, math.ceil(processes * busy / CLIENT_BUSY_SHARE * 2))
+    needed = max(processes + 1, math.ceil(SPARE * max(processes * busy, _wanted_processes(facts, samples))))
     more = {"processes": processes, "busy_share": busy, "core_wait_share": waited, "processes_needed": needed}
+    cores = client.get("cores")  # an older run has not all fields
+    if cores and needed > cores:
+        more |= {"cores": cores, "hosts_needed": math.ceil(needed / cores)}
     if facts["scenario"] in ARRIVING and np.isfinite(samples.request_sent).any():
         lag, limit = percentile(samples.request_lag), send_lag_limit_seconds(limits)
         if lag > limit:
             return [shortfall("CLIENT_SATURATED", lag, limit, **more)]
-    if busy > CLIENT_BUSY_SHARE:
-        return [reason("CLIENT_SATURATED", **more)]
+    late = client.get("late_share", 0.0)
+    if busy > CLIENT_BUSY_SHARE or late > CLIENT_LATE_SHARE:
+        return [reason("CLIENT_SATURATED", late_share=late, **more)]
     return []
+
+
+def _wanted_processes(facts: Mapping[str, Any], samples: Samples) -> float:
+    """How many client processes, all of each busy, the load takes by the client's test of itself."""
+    test, completed = facts["client"].get("self_test"), int(samples.completed.sum())
+    if not test or not completed:
+        return 0.0
+    rate = facts.get("offered_samples_per_second") or completed / float(np.nanmax(samples.last))
+    if not facts["target"]["stream"]:
+        return float(rate / test["requests_per_second"])
+    return float(rate * samples.output_tokens[samples.completed].mean() / test["frames_per_second"])
 
 
 def _without_replicas(

@@ -46,9 +46,20 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "CLIENT_SATURATED": (
         "requests were sent {found:ms} after they were due at p99; the limit is {required:ms}."
         " {processes:count client process/client processes} used {busy_share:percent} of a core and waited for one"
-        " {core_wait_share:percent} of the time; use {processes_needed} on free cores (endpoint.processes)",
-        "{processes:count client process/client processes} used {busy_share:percent} of a core and waited for one"
-        " {core_wait_share:percent} of the time; use {processes_needed} on free cores (endpoint.processes)",
+        " {core_wait_share:percent} of the time; use {processes_needed}"
+        " (endpoint.processes), more than the {cores:count core} here: share the load between {hosts_needed} hosts",
+        "requests were sent {found:ms} after they were due at p99; the limit is {required:ms}."
+        " {processes:count client process/client processes} used {busy_share:percent} of a core and waited for one"
+        " {core_wait_share:percent} of the time; use {processes_needed}"
+        " on free cores (endpoint.processes)",
+        "{late_share:percent} of the looks of a client process at its clock were late by over 10 ms."
+        " {processes:count client process/client processes} used {busy_share:percent} of a core and waited for one"
+        " {core_wait_share:percent} of the time; use {processes_needed}"
+        " (endpoint.processes), more than the {cores:count core} here: share the load between {hosts_needed} hosts",
+        "{late_share:percent} of the looks of a client process at its clock were late by over 10 ms."
+        " {processes:count client process/client processes} used {busy_share:percent} of a core and waited for one"
+        " {core_wait_share:percent} of the time; use {processes_needed}"
+        " on free cores (endpoint.processes)",
     ),
     "ANSWERS": ("{found:count answer}; {source} requires {required:,}",),
     "ACCURACY": (

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from megatoken.targets.endpoint.address import Address, AnswerError, ask, read_k
 from megatoken.targets.endpoint.answers import Answer, BrokenAnswerError
 from megatoken.targets.endpoint.bodies import PATHS, Api, body_of
 from megatoken.targets.endpoint.observations import Observations
+from megatoken.targets.endpoint.self_test import process_capacity
 from megatoken.targets.endpoint.server_process import LOOK_SECONDS, started_server
 from megatoken.targets.endpoint.target import Asking, EndpointTarget
 from megatoken.targets.endpoint.wire import ClientSettings
@@ -99,6 +100,8 @@ class EndpointBackend:
     def load(self) -> Iterator[EndpointTarget]:
         """Asks the server what it knows, and starts the client processes. Raises UsageError if it does not answer."""
         config, endpoint, served = self._config, self._config.endpoint, self.served()
+        self._reporter.stage("measuring what the client can hold on this machine")
+        capacity = process_capacity()
         self._reporter.stage(f"asking {self._addresses[0].name} for a first answer")
         asking = self._probe(served.name)
         processes = endpoint.processes or max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
@@ -122,6 +125,7 @@ class EndpointBackend:
             processes=processes,
             max_in_flight=endpoint.max_in_flight,
             observations=Observations(count),
+            self_test=asdict(capacity),
         )
         try:
             yield target

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import psutil
 
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
@@ -93,8 +94,13 @@ class _Worker:
         self.unpacker = Unpacker()
         self.in_flight = 0
         self.tasks: list[tuple[Any, ...]] = []
-        self.busy_share = self.loop_lag_seconds = 0.0  # the worst second
         self.core_wait_share: float | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets how busy the process was."""
+        self.busy_share = self.loop_lag_seconds = 0.0  # the worst second
+        self.looks = self.late_looks = 0  # at the clock of its loop
 
     def flush(self) -> None:
         """Sends the tasks that were collected."""
@@ -135,6 +141,7 @@ class EndpointTarget:
         processes: int,
         max_in_flight: int,
         observations: Observations,
+        self_test: Mapping[str, float] | None = None,
     ) -> None:
         """Starts the client processes.
 
@@ -145,12 +152,14 @@ class EndpointTarget:
             processes: how many client processes.
             max_in_flight: requests that are open at once, over all processes.
             observations: collects what the answers show.
+            self_test: what one client process can hold on this machine, for ``result.json``.
         """
         self._settings = settings
         self._asking = asking
         self._facts = facts
         self._most = max_in_flight
         self._observations = observations
+        self._self_test = self_test
         self._workers = [_Worker(settings if not at else _without_metrics(settings)) for at in range(processes)]
         self._endpoints = [_Endpoint(address.name) for address in settings.addresses]
         self._queue: deque[_Sample] = deque()
@@ -237,7 +246,10 @@ class EndpointTarget:
                 "processes": len(self._workers),
                 "busy_share": max(worker.busy_share for worker in self._workers),
                 "loop_lag_seconds": max(worker.loop_lag_seconds for worker in self._workers),
+                "late_share": max(worker.late_looks / max(1, worker.looks) for worker in self._workers),
                 "core_wait_share": max(waits, default=None),
+                "cores": len(os.sched_getaffinity(0)),
+                "self_test": self._self_test,
             },
         }
 
@@ -249,7 +261,7 @@ class EndpointTarget:
         """A test begins: what was observed of the client before does not count."""
         self._retries = 0
         for worker in self._workers:
-            worker.busy_share = worker.loop_lag_seconds = 0.0
+            worker.forget()
         self._losses = [one for one in self._losses if one.back_ns is None]
         for one in self._losses:
             one.moved = 0
@@ -269,6 +281,10 @@ class EndpointTarget:
         self._open.clear()
         for one in self._endpoints:
             one.in_flight = 0
+
+    def cpu_seconds(self) -> float:
+        """User and system time of the client processes so far."""
+        return sum(sum(psutil.Process(worker.process.pid).cpu_times()[:2]) for worker in self._workers)
 
     def close(self) -> None:
         """Ends the client processes."""
@@ -297,8 +313,9 @@ class EndpointTarget:
 
     def _take(self, worker: _Worker, kind: str, value: Any, events: list[SampleEvent]) -> None:
         if kind == wire.LOAD:
-            busy, lag, worker.core_wait_share = value
+            busy, lag, looks, late_looks, worker.core_wait_share = value
             worker.busy_share, worker.loop_lag_seconds = max(worker.busy_share, busy), max(worker.loop_lag_seconds, lag)
+            worker.looks, worker.late_looks = worker.looks + looks, worker.late_looks + late_looks
         elif kind == wire.METRICS:
             at, metrics = value
             self._endpoints[at].metrics = metrics

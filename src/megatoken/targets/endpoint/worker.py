@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from megatoken.hardware.core_wait import CoreWait
@@ -25,6 +26,7 @@ from megatoken.targets.endpoint.dialer import Dialer
 from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, Unpacker, pack
 
 LOOK_SECONDS = 0.05
+LATE_SECONDS = 0.01  # after its time, a look at the clock counts as late, and so may the times of tokens be
 REPORT_SECONDS = 1.0
 PROBE_SECONDS = 1.0  # between two questions to an endpoint that was lost
 AFTER_DONE_SECONDS = 1.0  # how long the end of a stream may take after [DONE]
@@ -58,12 +60,14 @@ class Client:
         self._connections: dict[int, Connection] = {}  # by file descriptor
         self._writing: set[Connection] = set()  # have more to send than the kernel takes
         self._tasks: set[asyncio.Task[None]] = set()
+        ca_file = Path(settings.ca_file) if settings.ca_file else None
         self._dialers = [
-            Dialer(one, trust(one.secure, settings.ca_file), settings.key, settings.connect_seconds)
+            Dialer(one, trust(one.secure, ca_file), settings.key, settings.connect_seconds)
             for one in settings.addresses
         ]
         self._heads = [self._head(at) for at in range(len(settings.addresses))]
         self._worst_lag = 0.0
+        self._looks = self._late_looks = 0
         self._core_wait = CoreWait()
 
     async def run(self) -> None:
@@ -306,13 +310,16 @@ class Client:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             now = time.monotonic()
             self._worst_lag = max(self._worst_lag, now - due)
+            self._looks, self._late_looks = self._looks + 1, self._late_looks + (now - due > LATE_SECONDS)
             due = now + LOOK_SECONDS
             self._end_late(now)
             if now - reported >= REPORT_SECONDS:
                 self._finish_done(now)
                 used = time.process_time()
-                load = ((used - cpu) / (now - reported), self._worst_lag, self._core_wait.share())
+                busy = (used - cpu) / (now - reported)
+                load = (busy, self._worst_lag, self._looks, self._late_looks, self._core_wait.share())
                 self._tell(wire.LOAD, load)
+                self._looks = self._late_looks = 0
                 for ticket, exchange in self._open.items():
                     if exchange.answer is not None and exchange.answer.frames:
                         held = len(exchange.connection.held) if exchange.connection is not None else 0

@@ -1,0 +1,38 @@
+"""What the client can hold, and what is said when a load was too much for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatoken.analysis.statistics import Samples
+from megatoken.harness.result import saturated_client
+from megatoken.runs.tables import SampleRow, to_table
+from megatoken.targets.endpoint.self_test import process_capacity
+
+
+def test_capacity_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    capacity = process_capacity()
+    assert capacity.requests_per_second > 500 and capacity.frames_per_second > 2000
+    [file] = (tmp_path / "megatoken").iterdir()
+    file.write_text('{"requests_per_second": 1.0, "frames_per_second": 2.0}')
+    assert process_capacity().requests_per_second == 1.0
+    file.write_text("{oops")
+    assert process_capacity().requests_per_second > 500
+
+
+def test_a_saturated_client_says_how_many_processes_and_hosts_the_load_takes() -> None:
+    # 100 answers of 100 tokens/s offered are 10,000 frames/s: 10 processes of 1,000 frames/s, twice of them to spare.
+    rows = [SampleRow(at, 0, at / 100, at / 100, at / 100 + 1, at / 100 + 2, 4, 100, "length", "n") for at in range(50)]
+    client = {"processes": 1, "cores": 4, "busy_share": 0.95, "core_wait_share": 0.1, "late_share": 0.0}
+    client["self_test"] = {"requests_per_second": 500.0, "frames_per_second": 1000.0}
+    facts = {"scenario": "server", "client": client, "target": {"stream": True}, "offered_samples_per_second": 100.0}
+    samples = Samples.of(to_table(SampleRow, rows))
+    [found] = saturated_client(facts, samples, None)
+    assert (found["processes_needed"], found["hosts_needed"]) == (20, 5)
+    assert "share the load between 5 hosts" in found["message"]
+    [late] = saturated_client(facts | {"client": client | {"busy_share": 0.2, "late_share": 0.06}}, samples, None)
+    assert "6 % of the looks" in late["message"]
+    assert saturated_client(facts | {"client": client | {"busy_share": 0.2}}, samples, None) == []
