@@ -31,7 +31,7 @@ from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import SHAPES, Precision
 from megatoken.engine.runner import ModelRunner
 from megatoken.engine.runner_protocol import LaunchedStep
-from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.step_plan import StepPlan
 from megatoken.errors import CapacityError, MegatokenError
 from megatoken.hardware.power import PowerSampler
 from megatoken.hardware.qualify.gpu_timing import copy_gigabytes_per_second, device_uuid, timing_event

@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_trace import Kernel, busy_microseconds
 from megatoken.engine.config import ModelConfig
-from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.step_plan import StepPlan
 
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = "qkv", "output", "gate and up", "down", "head"
 DECODE, CHUNK = "decode attention", "chunk attention"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatoken.config import KEYS, AnswerConfig, EngineSection, RunConfig, load_flags, load_run_config, nearest
 from megatoken.engine import EngineConfig, Sampling
 from megatoken.errors import ConfigError, ExitCode
-from megatoken.serve.options import load_serve_config
+from megatoken.serve.options import ServeEngineSection, load_serve_config
 
 
 def write(folder: Path, text: str) -> Path:
@@ -21,9 +21,12 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_engine_section_is_the_engines_configuration() -> None:
-    section = {name: field.default for name, field in EngineSection.model_fields.items()}
+    section, served = (
+        {name: field.default for name, field in one.model_fields.items()} for one in (EngineSection, ServeEngineSection)
+    )
     engine = {field.name: field.default for field in fields(EngineConfig) if field.name != "precision"}
-    assert section == engine
+    assert served == engine | {"prefix_cache": True}
+    assert section == {name: value for name, value in engine.items() if name != "fair_slowdown"}  # a run is one group
     assert RunConfig.model_fields["precision"].default == EngineConfig().precision
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from gpu_trace import Kernel, busy_microseconds, kernels_of
 from megatoken.engine.config import SHAPES, ModelConfig
-from megatoken.engine.scheduler import Scheduler, StepPlan
+from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.step_plan import StepPlan
 from step_anatomy import (
     ACTIVATION,
     ARGMAX,

@@ -9,5 +9,5 @@ ALL_BUT_ENDLESS = 10**12
 
 def expect_short_answers(scheduler: Scheduler) -> int:
     """As if short answers were all it had ever seen; returns the sum of limits that says so."""
-    scheduler._answer_limits = ALL_BUT_ENDLESS
+    scheduler._answers.limits = ALL_BUT_ENDLESS
     return ALL_BUT_ENDLESS

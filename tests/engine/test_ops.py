@@ -21,8 +21,8 @@ from megatoken.engine.batch import step_arrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
 from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.ops import cpu, native, reference
-from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import find_scheme
+from megatoken.engine.step_plan import StepPlan
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 POISON = 1e4

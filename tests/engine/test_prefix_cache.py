@@ -13,7 +13,8 @@ from over_admission import expect_short_answers
 
 from megatoken.engine.page_forecast import PageForecast, SharedPages
 from megatoken.engine.prefix_cache import PrefixCache, extend_keys
-from megatoken.engine.scheduler import Scheduler, StepPlan
+from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.step_plan import StepPlan
 
 
 def next_token(tokens: list[int]) -> int:

@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_admission import expect_short_answers
 
+from megatoken.engine.page_forecast import PRIOR_TOKENS
 from megatoken.engine.request import FinishReason
-from megatoken.engine.scheduler import PRIOR_TOKENS, Scheduler, StepPlan
+from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.step_plan import StepPlan
 from megatoken.errors import CapacityError
 
 

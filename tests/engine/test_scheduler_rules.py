@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from over_admission import expect_short_answers
 
 from megatoken.engine import page_forecast, pages, scheduler
-from megatoken.engine.page_forecast import PageForecast
-from megatoken.engine.scheduler import PRIOR_TOKENS, Scheduler, StepPlan
+from megatoken.engine.page_forecast import PRIOR_TOKENS, PageForecast
+from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.step_plan import StepPlan
 from megatoken.errors import CapacityError
 
 

@@ -7,7 +7,8 @@ import pytest
 from numpy.typing import NDArray
 from over_admission import expect_short_answers
 
-from megatoken.engine.scheduler import Scheduler, StepPlan
+from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.step_plan import StepPlan
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_its_steps_are_those_of_the_real_engine(cache_tokens: int) -> None:
 def test_pressure_preempts_and_changes_no_answer() -> None:
     wanted = requests(60, longest=68)
     calm, pressed = simulated(replace(SMALL, cache_tokens=4096)), simulated(replace(SMALL, cache_tokens=160))
-    pressed._scheduler._answer_limits = 10**12  # as if short answers were all it had ever seen
+    pressed._scheduler._answers.limits = 10**12  # as if short answers were all it had ever seen
     assert serve(calm, wanted) == serve(pressed, wanted)
     assert calm.state().preemptions == 0 < pressed.state().preemptions
     assert pressed.state().recomputed_tokens > 0

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatoken.engine.prompt_limit import PromptLimit
 from megatoken.engine.scheduler import Scheduler
 from megatoken.engine.step_time import LEAST_PROMPT_SHARE, MOST_SAVED, StepTime, plan_within
 
@@ -83,7 +84,7 @@ def test_what_was_saved_is_spent_once_however_many_steps_are_on_their_way(in_fli
     on_the_way: deque[tuple[int, int]] = deque()
     seconds = []
     for _ in range(12):
-        plan = plan_within(learnt, scheduler, on_the_way)
+        plan = plan_within(learnt, PromptLimit(None, 1), scheduler, on_the_way)
         assert plan is not None
         on_the_way.append((int(plan.count.sum()), int((plan.start + plan.count).sum())))
         seconds.append(cost(PRICES[0], *on_the_way[-1]))

@@ -17,9 +17,9 @@ LARGE = 10**9
 
 def queue_of(**changes: object) -> FairQueue[object]:
     arguments = {"max_queued": LARGE, "max_running": LARGE, "cache_tokens": LARGE, "reserve": False} | changes
-    max_running, cache_tokens = arguments.pop("max_running"), arguments.pop("cache_tokens")
+    sizes = [arguments.pop(one, LARGE) for one in ("max_running", "cache_tokens", "max_unstarted_tokens")]
     queue: FairQueue[object] = FairQueue(**arguments)  # type: ignore[arg-type]
-    queue.resize(max_running, cache_tokens)  # type: ignore[arg-type]
+    queue.resize(*sizes)  # type: ignore[arg-type]
     return queue
 
 
@@ -124,6 +124,17 @@ def test_answers_that_may_be_long_run_together() -> None:
     queue.ended(Tenant("chats"), 100, 30_000, 0)
     queue.served(Tenant("chats"), 26_000)  # now they hold most of the cache
     assert queue.take() is None
+
+
+def test_prompts_that_one_tenant_has_in_the_engine_hold_no_other_up() -> None:
+    queue = queue_of(max_unstarted_tokens=250)
+    for number in range(5):
+        queue.add(Tenant("flood"), f"flood {number}", 100, 10, 0.0)
+    assert [queue.take() for _ in range(4)] == ["flood 0", "flood 1", "flood 2", None]
+    queue.add(Tenant("other"), "other", 100, 10, 1.0)
+    assert queue.take() == "other"
+    queue.started(Tenant("flood"), 100)
+    assert [queue.take() for _ in range(2)] == ["flood 3", None]
 
 
 def test_a_tenant_that_comes_late_starts_level_and_is_served_next() -> None:

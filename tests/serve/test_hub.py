@@ -25,7 +25,7 @@ from megatoken.serve.messages import (
     step_events,
 )
 from megatoken.serve.request_errors import as_api_error
-from megatoken.serve.tenants import DEFAULT_TENANT
+from megatoken.serve.tenants import DEFAULT_TENANT, Tenant
 
 
 class Engine:
@@ -73,9 +73,9 @@ class Client:
                 self.events += step_events(payload)
 
 
-def setting() -> tuple[Hub, Engine, Client, list[str]]:
+def setting(*, several_tenants: bool = False) -> tuple[Hub, Engine, Client, list[str]]:
     failures: list[str] = []
-    hub = Hub(10, several_tenants=False, restarts=True, fail=failures.append)
+    hub = Hub(10, several_tenants=several_tenants, restarts=True, fail=failures.append)
     engine = Engine()
     hub.start(engine, ServedModel("m", 100, 100, None, 0), EngineSizes(2, 100, 1000, 16), lambda request: None)
     return hub, engine, Client(hub), failures
@@ -134,6 +134,16 @@ def test_a_failed_engine_ends_its_requests_with_503_and_the_reason() -> None:
             error = as_api_error(event.error)
             assert (error.status, error.retry_after) == (503, 5)
             assert str(error) == f"{failures[0]}; it is started again; send the request again"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("several_tenants", [False, True])
+def test_keys_are_groups_of_the_engine(several_tenants: bool) -> None:
+    async def main() -> None:
+        hub, engine, client, _ = setting(several_tenants=several_tenants)
+        hub.submit(client.link, Submission(0, Request([5], 4), Tenant("chat", 3.0), 0), 100)
+        assert engine.requests[0].share == (("chat", 3.0) if several_tenants else ("", 1.0))
 
     asyncio.run(main())
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.engine.cache import DUMP_PAGE
-from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.step_plan import StepPlan
 
 Ints = NDArray[np.int32]
 USUAL_TOKENS = 512

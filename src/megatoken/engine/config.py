@@ -221,6 +221,10 @@ class ModelConfig:
         return self.linear_parameters - idle * self.expert_parameters
 
 
+FAIR_SLOWDOWN = 2.0
+"""How many times as long prompts of other groups may make a step while a group asks for less than its share."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What the user asks of the engine; every ``None`` is derived from model and machine and shown in the plan."""
@@ -240,6 +244,7 @@ class EngineConfig:
     fp8_scales: Fp8Scales = "tensor"
     target_step_seconds: float | None = None
     prefix_cache: bool = False
+    fair_slowdown: float | None = FAIR_SLOWDOWN
 
 
 def _gpt_oss(name: str, layers: int, experts: int) -> ModelConfig:

@@ -37,8 +37,8 @@ from megatoken.engine.memory import (
     most_recorded_tokens,
     records_step,
 )
-from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import BF16, LinearScheme
+from megatoken.engine.step_plan import StepPlan
 from megatoken.errors import ConfigError
 
 CLOCK_LIMITED = ("H100", "H200")

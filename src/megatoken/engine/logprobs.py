@@ -14,7 +14,7 @@ from megatoken.engine.memory import BLOCK_SAMPLES
 from megatoken.engine.request import TokenLogprobs
 from megatoken.engine.runner_protocol import PromptPart
 from megatoken.engine.sampling import to_device
-from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.step_plan import StepPlan
 
 _LOW_BITS = 2**32 - 1
 

@@ -17,6 +17,7 @@ from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.grammar import Grammars
 from megatoken.engine.one_thread import OneThread
 from megatoken.engine.prefix_cache import extend_keys
+from megatoken.engine.prompt_limit import PromptLimit
 from megatoken.engine.request import (
     Completion,
     FinishReason,
@@ -28,9 +29,9 @@ from megatoken.engine.request import (
     used_options,
 )
 from megatoken.engine.runner_protocol import LaunchedStep, Runner
-from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.state import ReplicaState
+from megatoken.engine.step_plan import StepPlan
 from megatoken.engine.step_time import StepTime, plan_within
 from megatoken.errors import RequestError
 
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
 
 
 class _InFlight(NamedTuple):
-    decodes: int
-    tokens: int
+    plan: StepPlan
     cached_tokens: int  # keys that its sequences see; 0 without a target for the time of steps
     step: LaunchedStep
 
@@ -113,9 +113,9 @@ class Engine:
         self._runner = runner
         self._scheduler = self.memory_plan.scheduler(prefix_cache=config.prefix_cache)
         self._prefixes = self._scheduler.prefixes
-        self._step_time = None
-        if config.target_step_seconds is not None:
-            self._step_time = StepTime(config.target_step_seconds, self.memory_plan.max_batched_tokens)
+        target, budget = config.target_step_seconds, self.memory_plan.max_batched_tokens
+        self._step_time = None if target is None else StepTime(target, budget)
+        self._prompt_limit = PromptLimit(config.fair_slowdown, budget)
         self._lookahead = int(runner.overlaps if config.overlap is None else config.overlap)
         self._active: dict[int, ActiveRequest] = {}
         self._texts: dict[int, TextStream] = {}  # of active requests whose events carry text
@@ -190,14 +190,15 @@ class Engine:
         """Queue what ``check`` returned, once; the request's id."""
         request_id = self._next_id
         self._next_id += 1
-        self._scheduler.add(request_id, len(checked.prompt), checked.request.max_tokens, checked.page_keys)
+        request = checked.request
+        self._scheduler.add(request_id, len(checked.prompt), request.max_tokens, checked.page_keys, request.share)
         self._was_idle |= not self._active
         self._not_plain += not checked.plain
         if checked.sampling.temperature > 0 and checked.sampling.seed is None:
             checked = replace(checked, sampling=replace(checked.sampling, seed=request_id))
         if checked.text is not None:
             self._texts[request_id] = checked.text
-        if checked.request.prompt_logprobs is not None:
+        if request.prompt_logprobs is not None:
             self._prompt_logprobs[request_id] = []
         self._active[request_id] = checked
         return request_id
@@ -236,8 +237,8 @@ class Engine:
         with self.exclusive:
             began = self._runner.now()
             events, self._held = self._held, []
-            on_the_way = ((step.tokens, step.cached_tokens) for step in self._in_flight if step.decodes)
-            plan = plan_within(self._step_time, self._scheduler, on_the_way)
+            on_the_way = ((one.plan.batched_tokens, one.cached_tokens) for one in self._in_flight if one.plan.decodes)
+            plan = plan_within(self._step_time, self._prompt_limit, self._scheduler, on_the_way)
             if plan is not None:
                 self._launch(plan)
             if self._in_flight and (plan is None or len(self._in_flight) > self._lookahead):
@@ -398,15 +399,16 @@ class Engine:
             plan, self._scheduler.page_table, self._active, plain=not self._not_plain, after_idle=self._was_idle
         )
         self._was_idle = False
-        self._in_flight.append(_InFlight(decodes, tokens, cached_tokens, step))
+        self._in_flight.append(_InFlight(plan, cached_tokens, step))
 
     def _collect(self, launched: _InFlight, events: list[TokenEvent]) -> None:
         """Wait for a step, and add what it brought to ``events``."""
         outputs = launched.step.wait()
         first = len(events)
+        self._prompt_limit.note(launched.plan.heavy_tokens, launched.step.seconds)
         if self._step_time is not None:
-            decodes = launched.decodes > 0
-            self._step_time.note(launched.tokens, launched.cached_tokens, launched.step.seconds, decodes=decodes)
+            plan, seconds = launched.plan, launched.step.seconds
+            self._step_time.note(plan.batched_tokens, launched.cached_tokens, seconds, decodes=plan.decodes > 0)
         for request_id, error in launched.step.errors.items():
             if request_id in self._active:
                 self._end(request_id, failed=True)

@@ -14,8 +14,8 @@ import numpy as np
 
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.cost_model import CostModel, StepCost
-from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import LinearScheme
+from megatoken.engine.step_plan import StepPlan
 
 
 class Costs(Protocol):

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+PRIOR_TOKENS = 4096
+"""Weight, in tokens of answers, of the assumption that an answer takes all of its limit."""
+
 
 class SharedPages(NamedTuple):
     """Which pages N sequences hold, for sequences that share some of them.
@@ -19,6 +22,35 @@ class SharedPages(NamedTuple):
     slot: NDArray[np.int32]  # [N]
     held: NDArray[np.int32]  # [N] pages of each sequence
     found: NDArray[np.int32]  # [N] of these, those found in the prefix cache
+
+
+class AnswerLengths:
+    """What share of their limits answers take: learnt from those that ended."""
+
+    def __init__(self) -> None:
+        """Starts with the assumption that an answer takes all of its limit."""
+        self.limits = self._answered = self._taken = PRIOR_TOKENS
+
+    def add(self, tokens: int, limits: int) -> None:
+        """Count whole answers of so many tokens together, which might have taken as many as ``limits``."""
+        self._answered += tokens
+        self.limits += limits
+
+    def ends(
+        self, prompt: NDArray[np.int64], num_tokens: NDArray[np.int32], length: NDArray[np.int32]
+    ) -> NDArray[np.int64]:
+        """``[N]`` tokens of each running sequence at its expected end.
+
+        They count with their answers so far, here and in ``end``: short answers end first, and would seem to be all.
+        """
+        self._taken = min(self._answered + int((num_tokens - prompt).sum()), self.limits)
+        # No token attends to the last one.
+        ends: NDArray[np.int64] = np.maximum(num_tokens, prompt + (length - prompt) * self._taken // self.limits - 1)
+        return ends
+
+    def end(self, prompt: int, num_tokens: int, length: int) -> int:
+        """The same for one more sequence."""
+        return max(num_tokens, prompt + (length - prompt) * self._taken // self.limits - 1)
 
 
 class PageForecast:
@@ -55,10 +87,11 @@ class PageForecast:
         self._tokens_from = np.append(np.cumsum(tokens[::-1])[::-1], 0)  # [N + 1] held now by i and all after it
         self._peaks = self._tokens_from[:-1] + np.arange(len(order), 0, -1) * self._steps  # [N] held when i ends
 
-    def admit(self, num_tokens: int, end: int, found: Sequence[int] = ()) -> bool:
+    def admit(self, num_tokens: int, end: int, found: Sequence[int] = (), reserved_tokens: int = 0) -> bool:
         """Count one more sequence in, if the total stays within the cache at every end, its own included.
 
-        ``found``: its first pages if it found them in the prefix cache.
+        ``found``: its first pages if it found them in the prefix cache. ``reserved_tokens``: of the cache, that stay
+        free.
         """
         tokens, steps = num_tokens + -end % self._page_size, end - num_tokens
         before, tokens_from = self._peaks, self._tokens_from
@@ -70,7 +103,7 @@ class PageForecast:
         earlier, later = self._steps[:place], self._steps[place:]
         peaks = before[:place] + (tokens + earlier)
         own = int(tokens_from[place]) + tokens + (len(later) + 1) * steps
-        if max(own, peaks.max(initial=0)) > self._capacity_tokens:
+        if max(own, peaks.max(initial=0)) > self._capacity_tokens - reserved_tokens:
             return False
         self._steps = np.concatenate((earlier, [steps], later))
         self._peaks = np.concatenate((peaks, [own], before[place:]))

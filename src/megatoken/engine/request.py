@@ -91,6 +91,9 @@ class Request:
     ``bad_words``: texts that the answer does not get. Each is encoded as it is and with a space in front; where the
     answer ends with all tokens of an encoding but the last, that one is not chosen. Other tokens that spell the same
     text remain possible.
+
+    Requests of several groups share the engine by ``weight``, so that a group that floods does not starve another. A
+    rack does not know groups.
     """
 
     prompt: str | Sequence[int]
@@ -105,6 +108,13 @@ class Request:
     grammar: Grammar | None = None
     cache_salt: str = ""
     bad_words: tuple[str, ...] = ()
+    group: str = ""
+    weight: float = 1.0
+
+    @property
+    def share(self) -> tuple[str, float]:
+        """Its group and the weight of that group."""
+        return self.group, self.weight
 
 
 class TokenLogprobs(NamedTuple):
@@ -224,6 +234,10 @@ def check_options(request: Request) -> None:
             raise RequestError(f"{name} is {_shown(strings)}; it must be a tuple of strings that are not empty", name)
     if not isinstance(request.cache_salt, str):
         raise RequestError(f"cache_salt is {_shown(request.cache_salt)}; it must be a string", "cache_salt")
+    if not isinstance(request.group, str):
+        raise RequestError(f"group is {_shown(request.group)}; it must be a string", "group")
+    if not 0 < _number("weight", request.weight) < math.inf:
+        raise RequestError(f"weight is {_shown(request.weight)}; it must be finite and above 0", "weight")
     if request.grammar is not None:
         _check_grammar(request.grammar)
         if request.bad_words:

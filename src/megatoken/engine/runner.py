@@ -30,8 +30,8 @@ from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_c
 from megatoken.engine.request import Request, Sampling, TokenLogprobs
 from megatoken.engine.runner_protocol import PromptPart
 from megatoken.engine.sampling import sample
-from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
+from megatoken.engine.step_plan import StepPlan
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, MegatokenError, NumericsError, RequestError
 

@@ -12,7 +12,7 @@ from megatoken.engine.active_request import ActiveRequest
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.request import TokenLogprobs
-from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.step_plan import StepPlan
 from megatoken.errors import MegatokenError
 
 if TYPE_CHECKING:

@@ -10,70 +10,47 @@ end, what the remaining sequences will have grown to must fit. Admitting fewer w
 more would preempt and recompute. The share of its limit that an answer takes is estimated from the answers that ended;
 where the estimate is wrong, preemption keeps the cache within its size.
 
-Two facts follow from the rules and keep the code short:
+A request belongs to a group, by default all to one. ``fair_share`` says whose prompt is next.
 
-- Requests are admitted oldest first and preempted newest first, so every running request is older than every waiting
-  one: admission appends to the running sequences, preemption pushes to the front of the queue, and both stay in the
-  order of their ids.
+- In a group, requests are admitted oldest first and preempted newest first, so those that run are older than those that
+  wait, and at most one, the newest of the group, has a partial prefill.
 - A request is admitted only if the token budget has room for one of its tokens, so every running sequence gets a token
-  in every step, and at most one, the newest, has a partial prefill.
+  in every step.
+- The oldest of all running requests is never preempted. A request that does not fit holds other groups up once they
+  were served a cacheful of tokens more than its own group; then the cache empties until it fits. So every request ends.
+- While there are several groups, one in ``RESERVE`` slots and pages is left to groups that hold less than that.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.engine.page_forecast import PageForecast, SharedPages
-from megatoken.engine.pages import PageAllocator
-from megatoken.engine.prefix_cache import PrefixCache
+from megatoken.engine.fair_share import RESERVE, TURNS, FairShare, Group, Waiting
+from megatoken.engine.page_forecast import AnswerLengths, PageForecast
+from megatoken.engine.page_table import PageTable
+from megatoken.engine.step_plan import StepPlan
 from megatoken.errors import CapacityError
 
 _ONE = np.int32(1)
-PRIOR_TOKENS = 4096
-"""Weight, in tokens of answers, of the assumption that an answer takes all of its limit."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """The complete truth about one step of R sequences and N new pages. Decodes come first, then chunks of prompts.
+@dataclass(slots=True)
+class _Chunks:
+    """The prompts of a step while it is planned: those computed in part, then those that it starts."""
 
-    Pages that a prompt found in the prefix cache are among the new ones, and its first chunk starts behind them.
-    A preempted sequence comes back as a prompt of all its tokens, so the tokens that it generated come from the host
-    too. It never comes back in the step after the one that preempted it, so with at most one step in flight the host
-    has those tokens by then.
-    """
-
-    step: int
-    slot: NDArray[np.int32]  # [R] slot of each sequence, oldest first
-    request_id: NDArray[np.int64]  # [R]
-    start: NDArray[np.int32]  # [R] position of its first token in the step
-    count: NDArray[np.int32]  # [R] its tokens in the step; 1 for every decode
-    sample: NDArray[np.bool_]  # [R] whether its last token is computed, whose logits yield the next one
-    decodes: int  # sequences [0:decodes) take their id from the token table, the others from the host
-    preempted: tuple[int, ...]  # ids of the requests that this plan pushed back to the queue, newest first
-    page_slot: NDArray[np.int32]  # [N] pages newly given: page_table[page_slot, page_index] = page
-    page_index: NDArray[np.int32]  # [N]
-    page: NDArray[np.int32]  # [N]
-
-    @property
-    def batched_tokens(self) -> int:
-        """Tokens of the step."""
-        return self.decodes + int(sum(self.count[self.decodes :].tolist()))
-
-
-class _Waiting(NamedTuple):
-    """Lengths of a request in the queue; ``num_tokens`` is above ``prompt`` if it was preempted."""
-
-    prompt: int
-    num_tokens: int
-    length: int
-    page_keys: Sequence[bytes]
+    start: list[int]  # tokens of each that are in the cache
+    given: list[int]  # tokens that each gets in the step
+    unfinished: dict[Group, tuple[int, int]]  # by group: place of its prompt that lacks tokens, ascending; how many
+    spare_pages: int
+    most_started: int
+    slots: list[int] = field(default_factory=list)  # of those that it starts
+    started: list[Waiting] = field(default_factory=list)
+    forecast: PageForecast | None = None
+    heavy_tokens: int | None = None  # as in StepPlan
 
 
 class Scheduler:
@@ -108,39 +85,34 @@ class Scheduler:
         """
         if min(max_batched_tokens, max_sequences, page_size, num_pages, max_length) < 1:
             raise ValueError("every size must be at least 1")
-        self.page_table = np.zeros((max_sequences, -(-max_length // page_size)), dtype=np.int32)
+        most_pages = -(-max_length // page_size)
+        self._pages = PageTable(max_sequences, most_pages, page_size, num_pages, prefix_cache=prefix_cache)
+        self.page_table, self.prefixes = self._pages.rows, self._pages.prefixes
         self.preemptions = 0
         self.recomputed_tokens = 0
         self._max_batched_tokens = max_batched_tokens
         self._page_size = page_size
-        self._page_indices = np.arange(self.page_table.shape[1], dtype=np.int32)
         self._num_pages = num_pages
         self._max_length = max_length
-        self.prefixes = PrefixCache(num_pages) if prefix_cache else None
-        self._pages: PageAllocator | PrefixCache = self.prefixes or PageAllocator(num_pages)
-        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # by request id, oldest first
-        # Running sequences, oldest first; replaced, never written in place. Each has computed all its tokens but the
-        # newest and holds pages for those; a partial prefill has computed fewer and holds the pages of all.
+        self._shares = FairShare(max_sequences, max_batched_tokens)
+        # Running sequences, partial prefills last; replaced, never written in place. Each has computed all its tokens
+        # but the newest and holds pages for those; a partial prefill has computed fewer and holds the pages of all.
         self._running = np.empty(0, dtype=np.int32)  # slots
         self._num_tokens = np.empty(0, dtype=np.int32)
         self._length = np.empty(0, dtype=np.int32)  # prompt_tokens + max_tokens
-        self._partial_prefill = False  # the newest one has computed only a part of its prompt:
-        self._partial_computed = 0  # so many tokens
+        self._partial: dict[Group, int] = {}  # tokens that each partial prefill has computed, in the same order
         self._pages_at_limits = 0  # pages that the running sequences hold if all reach their limits
         self._free_slots = list(range(max_sequences))[::-1]
         self._request_ids = np.zeros(max_sequences, dtype=np.int64)  # by slot
-        self._prompt = [0] * max_sequences  # by slot
-        self._page_keys: list[Sequence[bytes]] = [()] * max_sequences  # by slot
-        self._found_pages = np.zeros(max_sequences, dtype=np.int32)  # by slot: taken from the prefix cache
-        # Of all whole answers: what they took, and what they might have taken.
-        self._answered_tokens = self._answer_limits = self._taken = PRIOR_TOKENS
+        self._prompt = np.zeros(max_sequences, dtype=np.int64)  # by slot
+        self._answers = AnswerLengths()
         self._last_request_id = -1
         self._step = 0
 
     @property
     def waiting(self) -> int:
         """Requests in the queue, preempted ones included."""
-        return len(self._waiting)
+        return self._shares.waiting
 
     @property
     def running(self) -> int:
@@ -154,14 +126,19 @@ class Scheduler:
 
     @property
     def decodes(self) -> int:
-        """Running sequences whose next step is one token: all but a partial prefill."""
-        return self.running - self._partial_prefill
+        """Running sequences whose next step is one token: all but partial prefills."""
+        return self.running - len(self._partial)
 
     @property
     def cached_tokens(self) -> int:
         """Tokens in the cache, of all running sequences."""
         decodes = self.decodes
-        return int(self._num_tokens[:decodes].sum()) - decodes + self._partial_prefill * self._partial_computed
+        return int(self._num_tokens[:decodes].sum()) - decodes + sum(self._partial.values())
+
+    @property
+    def several_groups(self) -> bool:
+        """Whether requests of more than one group came lately."""
+        return self._shares.several
 
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
         """Refuse a request that could not be served even alone. Reads only sizes: any thread may call it.
@@ -184,10 +161,18 @@ class Scheduler:
             "lower max_tokens or enlarge the cache"
         )
 
-    def add(self, request_id: int, prompt_tokens: int, max_tokens: int, page_keys: Sequence[bytes] = ()) -> None:
+    def add(
+        self,
+        request_id: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        page_keys: Sequence[bytes] = (),
+        share: tuple[str, float] = ("", 1.0),
+    ) -> None:
         """Queue a request of ``prompt_tokens`` that ends after at most ``max_tokens`` more.
 
         ``page_keys``: of the full pages of its prompt, by which the prefix cache finds them (``extend_keys``).
+        ``share``: its group, and the weight of that group among others from now on.
 
         Raises:
             CapacityError: as ``check``.
@@ -200,7 +185,8 @@ class Scheduler:
             )
         self.check(prompt_tokens, max_tokens)
         self._last_request_id = request_id
-        self._waiting[request_id] = _Waiting(prompt_tokens, prompt_tokens, prompt_tokens + max_tokens, page_keys)
+        request = Waiting(prompt_tokens, prompt_tokens, prompt_tokens + max_tokens, page_keys)
+        self._shares.add(share, request_id, request, self._partial)
 
     def end(self, request_id: int, *, answered: bool) -> bool:
         """Remove a request that stopped early or was cancelled; its slot and pages are free at once.
@@ -212,7 +198,7 @@ class Scheduler:
         Returns:
             True if the request was still active; one that reached its limit has been removed already.
         """
-        if self._waiting.pop(request_id, None) is not None:
+        if self._shares.remove(request_id):
             return True
         gone = (self._request_ids.take(self._running) == request_id).nonzero()[0]
         if not len(gone):
@@ -220,56 +206,69 @@ class Scheduler:
         self._remove(gone, answered=answered)
         return True
 
-    def plan(self, prompt_tokens: int | None = None, most_sequences: int | None = None) -> StepPlan | None:
+    def plan(
+        self,
+        prompt_tokens: int | None = None,
+        most_sequences: int | None = None,
+        heavy_prompt_tokens: int | None = None,
+    ) -> StepPlan | None:
         """Plan the next step as if every token sampled so far had arrived.
 
         Args:
             prompt_tokens: most tokens in addition to those of the decodes; a partial prefill gets at least one. None:
                 as many as ``max_batched_tokens`` leaves.
             most_sequences: admit no request beyond so many running ones; None: beyond ``max_sequences``.
+            heavy_prompt_tokens: of these tokens, most for groups that always have a prompt to compute, while another
+                asks for less than its part; a partial prefill gets one more. None: no such limit.
 
         Returns:
             The step, its pages already written to ``page_table``; None when no request is waiting or running.
         """
         computed = self._num_tokens - _ONE
-        full = self._full(computed)
+        full = self._pages.full(computed[: self.decodes])
         preempted: tuple[int, ...] = ()
         if len(full) > self._pages.free:
             preempted, full = self._preempt(full)
             computed = self._num_tokens - _ONE
-        decodes, partial = self.decodes, int(self._partial_prefill)
-        budget = self._max_batched_tokens
+        decodes, partial = self.decodes, len(self._partial)
+        budget = self._max_batched_tokens - decodes
         if prompt_tokens is not None:
-            budget = min(budget, decodes + max(prompt_tokens, partial, int(not decodes)))
-        if self.prefixes is not None and partial:
-            newest, first = self._running[-1], self._partial_computed
-            end = min(int(self._num_tokens[-1]), first + budget - decodes)
-            row, size = self.page_table[newest], self._page_size
-            self.prefixes.register(self._page_keys[newest], row, first // size, end // size)
-        if self._waiting and not preempted:
-            self._admit(self._pages.free - len(full), budget, most_sequences)
-        slot, num_tokens = self._running, self._num_tokens
+            budget = min(budget, max(prompt_tokens, partial, int(not decodes)))
+        chunks = self._chunks(self._pages.free - len(full), most_sequences)
+        shares = self._shares
+        if partial or (shares.waiting and not preempted):
+            self._share(chunks, budget - partial, heavy_prompt_tokens, admit=not preempted)
+        slot = self._running
         running = len(slot)
         if not running:
             return None
 
-        start = np.zeros(running, dtype=np.int32)
-        start[:decodes] = computed[:decodes]
-        if partial:
-            start[decodes] = self._partial_computed
-        if self.prefixes is not None and running > decodes + partial:
-            start[decodes + partial :] = self._found_pages.take(slot[decodes + partial :]) * self._page_size
-        count = num_tokens - start
-        excess = decodes + sum(count[decodes:].tolist()) - budget
-        self._partial_prefill = excess > 0
-        page_slot, page_index, page = self._give_pages(full, computed, decodes + partial)
+        start, count = np.zeros(running, dtype=np.int32), np.zeros(running, dtype=np.int32)
+        start[:decodes], count[:decodes] = computed[:decodes], 1
+        if running > decodes:
+            start[decodes:], count[decodes:] = chunks.start, chunks.given
+        started, tokens = slot[decodes + partial :], self._num_tokens[decodes + partial :].tolist()
+        page_slot, page_index, page = self._pages.give(slot[full], computed[full], started, tokens)
         sample = np.ones(running, dtype=np.bool_)
-        self._num_tokens = num_tokens + _ONE
-        if self._partial_prefill:
-            count[-1] -= excess
-            sample[-1] = False
-            self._num_tokens[-1] -= 1
-            self._partial_computed = int(start[-1] + count[-1])
+        unfinished = [decodes + at for at, _ in chunks.unfinished.values()]
+        if shares.several:
+            shares.note_step(slot, self._ends(), unfinished, chunks.unfinished)
+        else:
+            backlog = bool(unfinished) or shares.waiting > 0
+            shares.note_step_alone(sum(chunks.given), running - len(unfinished), backlog=backlog)
+        self._num_tokens = self._num_tokens + _ONE
+        self._partial = {}
+        if unfinished:
+            self._partial = {group: chunks.start[at] + chunks.given[at] for group, (at, _) in chunks.unfinished.items()}
+            if unfinished[0] == running - len(unfinished):
+                sample[unfinished[0] :] = False
+                self._num_tokens[unfinished[0] :] -= _ONE
+            else:  # other groups' prompts behind it are complete
+                sample[unfinished] = False
+                self._num_tokens[unfinished] -= _ONE
+                order = np.concatenate((np.delete(np.arange(running), unfinished), unfinished))
+                self._running, self._num_tokens = slot[order], self._num_tokens[order]
+                self._length = self._length[order]
         plan = StepPlan(
             step=self._step,
             slot=slot,
@@ -282,6 +281,7 @@ class Scheduler:
             page_slot=page_slot,
             page_index=page_index,
             page=page,
+            heavy_tokens=chunks.heavy_tokens,
         )
         self._step += 1
         done = (self._num_tokens == self._length).nonzero()[0]
@@ -290,168 +290,183 @@ class Scheduler:
         return plan
 
     def _preempt(self, full: NDArray[np.intp]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-        """Push the newest sequences back to the queue until there is a page for each of the others that is ``full``.
-
-        The oldest is never reached: alone it fits, as ``add`` checked.
+        """Push sequences back to their queues until there is a page for each of the others that is ``full``.
 
         Returns:
-            Ids of the requests pushed back, newest first; those of ``full`` that stay.
+            Ids of the requests pushed back; indices of those of ``full`` that stay.
         """
-        lacking, free, keep = len(full), self._pages.free, self.running
+        free, shares = self._pages.free, self._shares
         preempted: list[int] = []
-        while lacking > free:
-            keep -= 1
-            slot = self._running[keep]
-            lacking = int(np.searchsorted(full, keep))
-            request_id, num_tokens = int(self._request_ids[slot]), int(self._num_tokens[keep])
-            request = _Waiting(self._prompt[slot], num_tokens, int(self._length[keep]), self._page_keys[slot])
-            self._waiting[request_id] = request
-            self._waiting.move_to_end(request_id, last=False)
-            self.recomputed_tokens += self._partial_computed if keep == self.decodes else num_tokens - 1
+        gone: list[int] = []
+        while len(full) > free:
+            at = self.running - len(gone) - 1  # the newest; never the oldest: alone it fits, as ``add`` checked
+            if shares.several:
+                ids = self._request_ids.take(self._running)
+                at = shares.makes_room(self._running, ids, self._num_tokens, gone)
+            slot, num_tokens = int(self._running[at]), int(self._num_tokens[at])
+            request_id, group = int(self._request_ids[slot]), shares.by_slot[slot]
+            request = Waiting(int(self._prompt[slot]), num_tokens, int(self._length[at]), self._pages.keys(slot))
+            group.put_back(request_id, request)
+            self.recomputed_tokens += num_tokens - 1 if at < self.decodes else self._partial[group]
             preempted.append(request_id)
+            full = full[full != at]
             if self.prefixes is None:
-                free += self._held([keep], [num_tokens])[0]
+                gone.append(at)
+                free += self._held([at], [num_tokens])[0]
             else:  # shared pages stay with their other readers
-                self._remove(np.array([keep]), answered=False)
+                self._remove(np.array([at]), answered=False)
+                full = full - (full > at)
                 free = self._pages.free
         self.preemptions += len(preempted)
-        if self.prefixes is None:
-            self._remove(np.arange(keep, self.running), answered=False)
-        return tuple(preempted), full[:lacking]
+        if gone:
+            gone.sort()
+            self._remove(np.array(gone), answered=False)
+            full = full - np.searchsorted(gone, full)
+        return tuple(preempted), full
 
-    def _admit(self, spare_pages: int, budget: int, most_sequences: int | None) -> None:
-        """Start waiting requests, oldest first, while budget, slots and pages for all their tokens last.
-
-        The same plan gives all those pages, so a partial prefill never lacks any.
-        """
-        size, spare_tokens = self._page_size, budget - self.decodes
-        if self._partial_prefill:
-            spare_tokens -= int(self._num_tokens[-1]) - self._partial_computed
-        spare_slots = len(self._free_slots)
+    def _chunks(self, spare_pages: int, most_sequences: int | None) -> _Chunks:
+        """The partial prefills, each with one token of the next step."""
+        most_started = len(self._free_slots)
         if most_sequences is not None:
-            spare_slots = min(spare_slots, most_sequences - self.running)
-        prefixes = self.prefixes
-        slots: list[int] = []
-        admitted: list[_Waiting] = []
-        forecast: PageForecast | None = None
-        found: Sequence[int] = ()
-        found_held = shared = 0
-        while self._waiting and spare_tokens > 0 and len(admitted) < spare_slots:
-            request_id, request = self._waiting.popitem(last=False)
-            if prefixes is not None:
-                found = prefixes.find(request.page_keys, (request.num_tokens - 1) // size)
-                found_held = prefixes.held(found)
-                shared = prefixes.extra_readers + found_held
-            prompt_tokens = spare_tokens
-            spare_tokens -= request.num_tokens - len(found) * size
-            spare_pages -= -(-request.num_tokens // size) - found_held
-            pages_at_limits = self._pages_at_limits - (1 - request.length) // size
-            admissible = spare_pages >= 0
-            # Otherwise the cache holds any answers they give.
-            if admissible and pages_at_limits - shared > self._num_pages:
-                forecast = forecast or self._forecast(slots, admitted)
-                # True where no sequence runs: alone it fits, as ``add`` checked.
-                admissible = forecast.admit(request.num_tokens, self._expected_end(request), found)
-            if not admissible:
-                self._waiting[request_id] = request
-                self._waiting.move_to_end(request_id, last=False)
-                break
-            self._pages_at_limits = pages_at_limits
-            slot = self._free_slots.pop()
-            self._request_ids[slot], self._prompt[slot] = request_id, request.prompt
-            slots.append(slot)
-            admitted.append(request)
-            if prefixes is not None:
-                self._share_pages(slot, request, found, prompt_tokens, forecast)
-        if admitted:
-            tokens, length = [request.num_tokens for request in admitted], [request.length for request in admitted]
-            self._running = np.concatenate((self._running, np.array(slots, dtype=np.int32)))
-            self._num_tokens = np.concatenate((self._num_tokens, np.array(tokens, dtype=np.int32)))
+            most_started = min(most_started, most_sequences - self.running)
+        start = list(self._partial.values())
+        chunks = _Chunks(start, [1] * len(start), {}, spare_pages, most_started)
+        if start:
+            tokens = self._num_tokens[self.decodes :].tolist()
+            for at, group in enumerate(self._partial):
+                if tokens[at] > start[at] + 1:
+                    chunks.unfinished[group] = at, tokens[at] - start[at] - 1
+        return chunks
+
+    def _share(self, chunks: _Chunks, spare_tokens: int, heavy_tokens: int | None, *, admit: bool) -> None:
+        """Give the other prompt tokens of a step to the groups; start waiting requests while slots and pages last."""
+        shares, partial, decodes = self._shares, len(self._partial), self.decodes
+        several, started, unfinished, given = shares.several, chunks.slots, chunks.unfinished, chunks.given
+        most_heavy = heavy_tokens if heavy_tokens is not None else self._max_batched_tokens
+        limited = heavy_tokens is not None and several and shares.protects
+        if limited and all(group.heavy for group in self._partial):
+            chunks.heavy_tokens = 0
+        if partial and several:
+            for group in self._partial:
+                shares.charge(group, 1)
+        if partial and self.prefixes is not None:
+            for at, slot in enumerate(self._running[decodes:].tolist()):
+                self._pages.register(slot, chunks.start[at], chunks.start[at] + given[at])
+        candidates = shares.candidates(unfinished, admit=admit)
+        turn, ceiling = max(1, spare_tokens // TURNS), np.inf
+        while candidates and spare_tokens > 0:
+            group = candidates[0] if len(candidates) == 1 else shares.next(candidates)
+            most = spare_tokens if len(candidates) == 1 else min(turn, spare_tokens)
+            if limited and group.heavy:
+                most = min(most, most_heavy)
+            lacks = None
+            if most > 0:
+                lacks = unfinished.get(group)
+                if lacks is None and group.waiting and admit and group.counter <= ceiling:
+                    lacks = self._start(group, chunks)
+                    if lacks is None:
+                        ceiling = min(ceiling, group.counter + self._num_pages * self._page_size / group.weight)
+            if lacks is None:
+                candidates.remove(group)
+                continue
+            at, lacking = lacks
+            tokens = lacking if lacking < most else most
+            spare_tokens -= tokens
+            given[at] += tokens
+            if tokens < lacking:
+                unfinished[group] = at, lacking - tokens
+            elif group in unfinished:
+                del unfinished[group]
+            if several:
+                shares.charge(group, tokens)
+                most_heavy -= tokens * group.heavy
+                if chunks.heavy_tokens is not None:
+                    chunks.heavy_tokens = chunks.heavy_tokens + tokens if group.heavy else None
+            if self.prefixes is not None:
+                slot = int(self._running[decodes + at]) if at < partial else started[at - partial]
+                self._pages.register(slot, chunks.start[at], chunks.start[at] + given[at])
+        if started:
+            num_tokens, length = [one.num_tokens for one in chunks.started], [one.length for one in chunks.started]
+            self._running = np.concatenate((self._running, np.array(started, dtype=np.int32)))
+            self._num_tokens = np.concatenate((self._num_tokens, np.array(num_tokens, dtype=np.int32)))
             self._length = np.concatenate((self._length, np.array(length, dtype=np.int32)))
 
-    def _share_pages(
-        self, slot: int, request: _Waiting, found: Sequence[int], spare_tokens: int, forecast: PageForecast | None
-    ) -> None:
-        """Give an admitted request the pages that it ``found``, and new ones for its other tokens.
+    def _start(self, group: Group, chunks: _Chunks) -> tuple[int, int] | None:
+        """Start the oldest waiting request of a group if there is a slot for it, and pages for all its tokens.
 
-        Every layer writes the keys of a step before it reads any, so requests admitted in the same plan already find
-        the pages that ``spare_tokens`` allow this one to fill.
-        """
-        assert self.prefixes is not None
-        size, row, first = self._page_size, self.page_table[slot], len(found)
-        pages = -(-request.num_tokens // size)
-        self.prefixes.acquire(found)
-        row[:first] = found
-        row[first:pages] = self.prefixes.allocate(pages - first)
-        self._found_pages[slot], self._page_keys[slot] = first, request.page_keys
-        if request.num_tokens == request.prompt:
-            self.prefixes.note_prompt(int(self._request_ids[slot]), request.prompt, first * size)
-        full = min(request.num_tokens, first * size + spare_tokens) // size
-        self.prefixes.register(request.page_keys, row, first, full)
-        if forecast is not None:
-            forecast.hold(row[:pages], self._expected_end(request) - request.num_tokens)
-
-    def _forecast(self, slots: Sequence[int], admitted: Sequence[_Waiting]) -> PageForecast:
-        """The future of the running sequences and of those just ``admitted`` to ``slots``."""
-        limits, size = self._answer_limits, self._page_size
-        tokens, length = self._num_tokens.astype(np.int64), self._length.astype(np.int64)
-        prompt = np.array([self._prompt[slot] for slot in self._running.tolist()], dtype=np.int64)
-        # Running answers count with their tokens so far: short answers end first, and would seem to be all.
-        self._taken = taken = min(self._answered_tokens + int((tokens - prompt).sum()), limits)
-        end = np.maximum(tokens, prompt + (length - prompt) * taken // limits - 1)  # no token attends to the last one
-        shared = None
-        if self.prefixes is not None:
-            held = (self._num_tokens + (size - 2)) // size
-            shared = SharedPages(self.page_table, self._running, held, self._found_pages.take(self._running))
-        forecast = PageForecast(tokens, end, size, self._num_pages, shared)
-        for slot, request in zip(slots, admitted, strict=True):
-            found = self.page_table[slot, : self._found_pages[slot]]
-            end_of_request = self._expected_end(request)
-            forecast.admit(request.num_tokens, end_of_request, found.tolist())
-            forecast.hold(self.page_table[slot, : request.num_tokens // size], end_of_request - request.num_tokens)
-        return forecast
-
-    def _expected_end(self, request: _Waiting) -> int:
-        """Its tokens at its end, by the share of its limit that an answer takes."""
-        end = request.prompt + (request.length - request.prompt) * self._taken // self._answer_limits - 1
-        return max(request.num_tokens, end)
-
-    def _give_pages(
-        self, full: NDArray[np.intp], computed: NDArray[np.int32], first_admitted: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Give a page to each sequence in ``full``, by its ``computed`` tokens, and all pages to those just admitted.
+        The same plan gives all those pages, so a partial prefill never lacks any.
 
         Returns:
-            Slot, index in its row of the table, and page of each.
+            Its place in ``chunks``, without a token yet, and how many it lacks; None if it has to wait.
         """
-        admitted = self._running[first_admitted:]
-        pages = [-(-tokens // self._page_size) for tokens in self._num_tokens[first_admitted:].tolist()]
-        page_slot = np.concatenate((self._running[full], admitted.repeat(pages)))
-        page_index = np.concatenate(
-            [computed[full] // self._page_size, *[self._page_indices[:count] for count in pages]]
-        )
-        if self.prefixes is None or first_admitted == self.running:
-            page = self._pages.allocate(len(page_slot))
-            self.page_table[page_slot, page_index] = page
-        else:  # those just admitted have theirs
-            given = len(full)
-            self.page_table[page_slot[:given], page_index[:given]] = self._pages.allocate(given)
-            page = self.page_table[page_slot, page_index]
-        return page_slot, page_index, page
+        size, prefixes = self._page_size, self.prefixes
+        reserved_slots = reserved_pages = 0
+        if self._shares.several and self.running + len(chunks.slots):
+            reserved_slots, reserved_pages = len(self._prompt) // RESERVE, self._num_pages // RESERVE
+            reserved_slots *= group.running >= reserved_slots
+            reserved_pages *= group.held_tokens >= reserved_pages * size
+        if len(chunks.slots) >= chunks.most_started or len(self._free_slots) <= reserved_slots:
+            return None
+        request_id, request = group.waiting.popitem(last=False)
+        prompt, num_tokens, length, page_keys = request
+        found: Sequence[int] = ()
+        found_held = shared = 0
+        if prefixes is not None:
+            found = prefixes.find(page_keys, (num_tokens - 1) // size)
+            found_held = prefixes.held(found)
+            shared = prefixes.extra_readers + found_held
+        spare_pages = chunks.spare_pages + found_held - -(-num_tokens // size)
+        pages_at_limits = self._pages_at_limits - (1 - length) // size
+        admissible = spare_pages >= 0
+        # Otherwise the cache holds any answers they give.
+        if admissible and pages_at_limits - shared > self._num_pages - reserved_pages:
+            chunks.forecast = chunks.forecast or self._forecast(chunks.slots, chunks.started)
+            # True where no sequence runs: alone it fits, as ``add`` checked.
+            end = self._answers.end(prompt, num_tokens, length)
+            admissible = chunks.forecast.admit(num_tokens, end, found, reserved_pages * size)
+        if not admissible:
+            group.put_back(request_id, request)
+            return None
+        chunks.spare_pages = spare_pages
+        self._pages_at_limits = pages_at_limits
+        slot = self._free_slots.pop()
+        self._request_ids[slot], self._prompt[slot] = request_id, prompt
+        self._shares.occupy(slot, group, self._answers.end(prompt, num_tokens, length))
+        chunks.slots.append(slot)
+        chunks.started.append(request)
+        if prefixes is not None:
+            pages = -(-num_tokens // size)
+            self._pages.share(slot, found, pages, page_keys)
+            if num_tokens == prompt:
+                prefixes.note_prompt(request_id, prompt, len(found) * size)
+            if chunks.forecast is not None:
+                end = self._answers.end(prompt, num_tokens, length)
+                chunks.forecast.hold(self.page_table[slot, :pages], end - num_tokens)
+        start = len(found) * size
+        chunks.start.append(start)
+        chunks.given.append(0)
+        return len(chunks.given) - 1, num_tokens - start
 
-    def _full(self, computed: NDArray[np.int32]) -> NDArray[np.intp]:
-        """Indices of the decoding sequences whose pages are full, by their ``computed`` tokens."""
-        computed = computed[: self.decodes]
-        size = self._page_size
-        # For a power of two the lowest bits are the remainder, and five times as fast.
-        in_last_page = computed % size if size & (size - 1) else computed & (size - 1)
-        full: NDArray[np.intp] = (in_last_page == 0).nonzero()[0]
-        return full
+    def _forecast(self, slots: Sequence[int], admitted: Sequence[Waiting]) -> PageForecast:
+        """The future of the running sequences and of those just ``admitted`` to ``slots``."""
+        shared = self._pages.shared(self._running, self._num_tokens)
+        tokens = self._num_tokens.astype(np.int64)
+        forecast = PageForecast(tokens, self._ends(), self._page_size, self._num_pages, shared)
+        for slot, (prompt_tokens, num_tokens, most, _) in zip(slots, admitted, strict=True):
+            found = self.page_table[slot, : self._pages.found[slot]]
+            end = self._answers.end(prompt_tokens, num_tokens, most)
+            forecast.admit(num_tokens, end, found.tolist())
+            forecast.hold(self.page_table[slot, : num_tokens // self._page_size], end - num_tokens)
+        return forecast
+
+    def _ends(self) -> NDArray[np.int64]:
+        """``[running]`` tokens of each running sequence at its expected end."""
+        return self._answers.ends(self._prompt.take(self._running), self._num_tokens, self._length)
 
     def _held(self, running: list[int], num_tokens: list[int]) -> list[int]:
         """Pages that the running sequences at these indices hold, with so many tokens each."""
-        partial, size = self.decodes, self._page_size  # a partial prefill is the newest; it holds the pages of all
-        return [-(-(tokens - (one != partial)) // size) for one, tokens in zip(running, num_tokens, strict=True)]
+        decodes, size = self.decodes, self._page_size  # a partial prefill holds the pages of all its tokens
+        return [-(-(tokens - (one < decodes)) // size) for one, tokens in zip(running, num_tokens, strict=True)]
 
     def _remove(self, gone: NDArray[np.intp], *, answered: bool) -> None:
         """Take the running sequences at the indices ``gone`` (ascending) out of their slots and free their pages.
@@ -459,23 +474,23 @@ class Scheduler:
         ``answered``: their answers are whole: they count in the estimate of answer lengths.
         """
         slots, lengths = self._running[gone].tolist(), self._length[gone].tolist()
-        num_tokens, size = self._num_tokens[gone].tolist(), self._page_size
-        held = zip(slots, self._held(gone.tolist(), num_tokens), strict=True)
-        pages = [self.page_table[slot, :count] for slot, count in held]
-        if isinstance(self._pages, PageAllocator):
-            self._pages.release(np.concatenate(pages))
-        else:
-            for one, slot, tokens, own in zip(gone.tolist(), slots, num_tokens, pages, strict=True):
-                full = (self._partial_computed if one == self.decodes else tokens - 1) // size
-                request_id, found = int(self._request_ids[slot]), int(self._found_pages[slot])
-                self._pages.release(request_id, self._page_keys[slot], own, full, found)
+        num_tokens, size, decodes = self._num_tokens[gone].tolist(), self._page_size, self.decodes
+        by_slot = self._shares.by_slot
+        computed: list[int] = []
+        if self.prefixes is not None:
+            for one, tokens, slot in zip(gone.tolist(), num_tokens, slots, strict=True):
+                computed.append(tokens - 1 if one < decodes else self._partial[by_slot[slot]])
+        held = self._held(gone.tolist(), num_tokens)
+        self._pages.release(slots, held, self._request_ids[slots].tolist(), computed)
         self._pages_at_limits -= sum([-(-(length - 1) // size) for length in lengths])
         self._free_slots += slots
         if answered:
-            prompts = sum([self._prompt[slot] for slot in slots])
-            self._answered_tokens += sum(num_tokens) - prompts
-            self._answer_limits += sum(lengths) - prompts
-        self._partial_prefill = self._partial_prefill and int(gone[-1]) != self.running - 1
+            prompts = int(self._prompt[slots].sum())
+            self._answers.add(sum(num_tokens) - prompts, sum(lengths) - prompts)
+        self._shares.vacate(slots)
+        if self._partial and gone[-1] >= decodes:
+            for slot in self._running[gone[gone >= decodes]].tolist():
+                del self._partial[by_slot[slot]]
         kept = np.ones(self.running, dtype=np.bool_)
         kept[gone] = False
         self._running, self._num_tokens, self._length = self._running[kept], self._num_tokens[kept], self._length[kept]

@@ -24,8 +24,8 @@ from megatoken.engine.measured_costs import Costs
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.request import TokenLogprobs
 from megatoken.engine.runner_protocol import PromptPart
-from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
+from megatoken.engine.step_plan import StepPlan
 from megatoken.errors import MegatokenError
 
 if TYPE_CHECKING:

@@ -20,7 +20,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.engine.scheduler import Scheduler, StepPlan
+from megatoken.engine.prompt_limit import PromptLimit
+from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.step_plan import StepPlan
 
 MEMORY_STEPS = 256.0  # a step counts 1/e of a new one after as many others
 FEWEST_STEPS = 8
@@ -150,14 +152,18 @@ class StepTime:
 
 
 def plan_within(
-    step_time: StepTime | None, scheduler: Scheduler, on_the_way: Iterable[tuple[int, int]] = ()
+    step_time: StepTime | None,
+    limit: PromptLimit,
+    scheduler: Scheduler,
+    on_the_way: Iterable[tuple[int, int]] = (),
 ) -> StepPlan | None:
-    """The next step, no larger than ``step_time`` allows; None if no request is waiting or running.
+    """The next step, no larger than ``step_time`` and ``limit`` allow; None if no request is waiting or running.
 
     ``on_the_way``: as for ``StepTime.spent_seconds``.
     """
+    heavy_tokens = limit.next() if scheduler.several_groups else None
     if step_time is None:
-        return scheduler.plan()
+        return scheduler.plan(heavy_prompt_tokens=heavy_tokens)
     decodes, cached = scheduler.decodes, scheduler.cached_tokens
     prompt_tokens = step_time.prompt_tokens(decodes, cached, step_time.spent_seconds(on_the_way))
-    return scheduler.plan(prompt_tokens, step_time.most_sequences(decodes, cached))
+    return scheduler.plan(prompt_tokens, step_time.most_sequences(decodes, cached), heavy_tokens)

@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from megatoken.engine.fair_share import OUTPUT_TOKEN_COST, RESERVE
 from megatoken.serve.messages import Busy
 from megatoken.serve.tenants import Tenant
 
-OUTPUT_TOKEN_COST = 2.0  # of one token of an answer, in prompt tokens; the paper's value
 RETRY_AFTER_SECONDS = 1
 MINUTE_SECONDS = 60.0
 GROWTH_TOKENS = 256  # by so much an answer may grow before another request of its tenant has to wait for it
-RESERVE = 8  # one in so many sequences, and as much of the cache, is out of reach for any one tenant of several
 
 Item = TypeVar("Item")
 
@@ -61,6 +60,7 @@ class TenantQueue(Generic[Item]):
     counter: float = 0.0  # tokens served, by cost, divided by the weight
     running: int = 0
     largest: float = 0.0  # most that one of its requests may add to the counter
+    unstarted: int = 0  # prompt tokens of its running requests that have no token yet
     footprint: int = 0  # tokens of its running requests in the cache, and room for them to grow
     queued: deque[_Waiting[Item]] = field(default_factory=deque)  # lowest priority first, then in order of arrival
 
@@ -75,6 +75,7 @@ class FairQueue(Generic[Item]):
             max_queued: requests of all tenants that may wait.
             reserve: keep a share of the engine free of any one tenant, so that another finds room at once.
         """
+        self._max_unstarted_tokens = 0
         self._max_queued = max_queued
         self._reserve = reserve
         self._most_running: int | None = None
@@ -82,8 +83,13 @@ class FairQueue(Generic[Item]):
         self._tenants: dict[str, TenantQueue[Item]] = {}
         self._waiting = 0
 
-    def resize(self, max_running: int, cache_tokens: int) -> None:
-        """Feed an engine that runs so many sequences at once, and holds so many tokens in its cache."""
+    def resize(self, max_running: int, cache_tokens: int, max_unstarted_tokens: int) -> None:
+        """Feed an engine that runs so many sequences at once, and holds so many tokens in its cache.
+
+        It may hold so many prompt tokens of one tenant without a token of their answers; further requests of that
+        tenant wait here.
+        """
+        self._max_unstarted_tokens = max_unstarted_tokens
         if self._reserve:
             self._most_running = max_running - max(1, max_running // RESERVE) if max_running > 1 else None
             self._most_footprint = cache_tokens - cache_tokens // RESERVE
@@ -151,6 +157,7 @@ class FairQueue(Generic[Item]):
         item, prompt_tokens, footprint, _ = best.queued.popleft()
         self._waiting -= 1
         best.running += 1
+        best.unstarted += prompt_tokens
         best.footprint += footprint
         best.counter += prompt_tokens / best.tenant.weight
         return item
@@ -172,6 +179,10 @@ class FairQueue(Generic[Item]):
         queue.counter += tokens * OUTPUT_TOKEN_COST / tenant.weight
         queue.footprint += tokens
         queue.tokens.level -= tokens
+
+    def started(self, tenant: Tenant, prompt_tokens: int) -> None:
+        """A running request has its first token, or has ended without one."""
+        self._tenants[tenant.name].unstarted -= prompt_tokens
 
     def refund(self, tenant: Tenant, tokens: int) -> None:
         """Give back prompt tokens that came from the prefix cache."""
@@ -199,6 +210,8 @@ class FairQueue(Generic[Item]):
         return self._tenants[tenant.name]
 
     def _may_run(self, queue: TenantQueue[Item]) -> bool:
+        if queue.unstarted >= self._max_unstarted_tokens:
+            return False
         if queue.running == 0:
             return True  # also where a single request is larger than the share
         if queue.tenant.max_running is not None and queue.running >= queue.tenant.max_running:

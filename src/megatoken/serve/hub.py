@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from megatoken.engine.request import FinishReason, Request, TokenEvent
@@ -36,7 +37,7 @@ from megatoken.serve.tenants import Tenant
 STUCK_SECONDS = 10.0
 STATUS_SECONDS = 1.0
 MOST_WAITING_BYTES = 256 << 20  # of requests in front of the engine, as their HTTP processes sent them
-STEPS_AHEAD = 2  # steps' worth of prompt tokens that the engine's own queue may hold
+STEPS_AHEAD = 2  # steps' worth of prompt tokens that the engine's own queue may hold of one tenant
 SEQUENCES_AHEAD = 16  # with one tenant, one request in so many waits in the engine, so that no free sequence does
 
 
@@ -88,7 +89,6 @@ class Hub:
         self._links: set[Link] = set()
         self._steps: deque[Step] = deque()
         self._entries: dict[int, Entry] = {}  # by the engine's id
-        self._unstarted_tokens = 0  # prompt tokens of requests in the engine that have no token yet
         self._health = Health.STARTING
         self._message = "the engine is starting"
         self.model: ServedModel | None = None
@@ -123,7 +123,7 @@ class Hub:
     def resize(self, sizes: EngineSizes) -> None:
         """Hand over as many requests as fit into engines of these sizes together."""
         self._sizes = sizes
-        self._queue.resize(sizes.max_sequences, sizes.cache_tokens)
+        self._queue.resize(sizes.max_sequences, sizes.cache_tokens, STEPS_AHEAD * sizes.max_batched_tokens)
         ahead = 0 if self._several_tenants else max(1, sizes.max_sequences // SEQUENCES_AHEAD)
         self._most_entries = sizes.max_sequences + ahead if sizes.max_sequences else 0
         self.send_status()
@@ -177,6 +177,8 @@ class Hub:
     def submit(self, link: Link, submission: Submission, message_bytes: int) -> None:
         """Queue a request of an HTTP process, which came in so many bytes; errors go back as its last event."""
         client_id, request, tenant, arrival_ns, priority, whole = submission
+        if self._several_tenants:
+            request = replace(request, group=tenant.name, weight=tenant.weight)
         entry = Entry(link, client_id, request, tenant, len(request.prompt), arrival_ns / 1e9, priority, whole=whole)
         link.open[client_id] = entry
         if not self._health.serves:
@@ -324,7 +326,7 @@ class Hub:
 
     def _started(self, entry: Entry, event: TokenEvent, now: float) -> None:
         entry.first = now
-        self._unstarted_tokens -= entry.prompt_tokens
+        self._queue.started(entry.tenant, entry.prompt_tokens)
         tenant = self.metrics.tenant(entry.tenant.name)
         tenant.ttft.observe(now - entry.arrival)
         tenant.prompt_tokens += entry.prompt_tokens
@@ -340,7 +342,7 @@ class Hub:
         assert entry.engine_id is not None
         del self._entries[entry.engine_id]
         if not entry.first:
-            self._unstarted_tokens -= entry.prompt_tokens
+            self._queue.started(entry.tenant, entry.prompt_tokens)
         self._queue.ended(entry.tenant, entry.prompt_tokens, entry.request.max_tokens, entry.generated)
         if entry.link is not None:
             entry.link.open.pop(entry.client_id, None)
@@ -362,10 +364,7 @@ class Hub:
 
     def _pump(self) -> None:
         """Hand requests over while the engine's own queue is short: the order is decided as late as possible."""
-        limit = STEPS_AHEAD * self._sizes.max_batched_tokens
-        while self._queue.waiting and self._unstarted_tokens < limit:
-            if len(self._entries) >= self._most_entries:
-                return
+        while self._queue.waiting and len(self._entries) < self._most_entries:
             entry = self._queue.take()
             if entry is None:
                 return
@@ -373,6 +372,7 @@ class Hub:
             try:
                 entry.engine_id = self._engine.submit(entry.request)
             except Exception as error:
+                self._queue.started(entry.tenant, entry.prompt_tokens)
                 self._queue.ended(entry.tenant, entry.prompt_tokens, entry.request.max_tokens, 0)
                 failure = self._engine.failure
                 self._refuse(entry, error if failure is None else Unavailable(self._failed_by(failure)))
@@ -382,7 +382,6 @@ class Hub:
                 self._last_step = entry.handed_over
                 self._last_steps.clear()
             self._entries[entry.engine_id] = entry
-            self._unstarted_tokens += entry.prompt_tokens
 
     # ends
 
