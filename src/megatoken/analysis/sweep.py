@@ -37,7 +37,7 @@ RATIOS = {
     "tpot_p99": ("tpot_seconds", "p99"),
     "latency_p50": ("latency_seconds", "p50"),
 }
-UNITS = {"concurrency": "requests at once", "rate": "requests/s", "speed": "times the trace's speed"}
+UNITS = {"concurrency": "requests at once", "rate": "requests/s", "users": "users", "speed": "times the trace's speed"}
 
 
 def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:

@@ -75,17 +75,26 @@ def run(
 
 
 def measure_and_show(
-    config: RunConfig, test: Test, *, dry_run: bool, json_only: bool, check: Check | None = None
+    config: RunConfig,
+    test: Test,
+    *,
+    dry_run: bool,
+    json_only: bool,
+    check: Check | None = None,
+    brings_requests: bool = False,
 ) -> int:
     """Run ``test``, write its report pages and print the result; returns the exit code.
 
     ``check`` may refuse the run before the weights are loaded; it gets the fields of ``result.json`` known by then.
+    With ``brings_requests`` the test has requests of its own, and no data set is read.
     """
     from megatoken.harness.command import measure
     from megatoken.harness.progress import Progress
 
     try:
-        prepared, path = measure(config, test, Progress(json_only), check=check, dry_run=dry_run)
+        prepared, path = measure(
+            config, test, Progress(json_only), check=check, dry_run=dry_run, brings_requests=brings_requests
+        )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted before the measurement began; nothing was written") from None
     if path is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,6 +23,7 @@ from megatoken.cli.flags import (
 )
 from megatoken.cli.output import Json
 from megatoken.cli.run import measure_and_show
+from megatoken.engine.config import REFERENCE
 from megatoken.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -78,6 +79,15 @@ def sweep(
         Path | None, flag("FILE", "Replay a trace of Mooncake, BurstGPT or Azure, with its times and lengths.")
     ] = None,
     speed: Annotated[str | None, flag("0.5,1,2", "How many times faster to replay the trace. Default: 1.")] = None,
+    users: Annotated[str | None, flag("1,2,4|1-64", "Conversations: numbers of users who ask, read and think.")] = None,
+    conversations: Annotated[
+        Path | None, flag("FILE", "What users say: ShareGPT, or JSON lines of messages. Answers are the target's own.")
+    ] = None,
+    profile: Annotated[str | None, flag("NAME", "Workload profile of megatoken plan as what users say.")] = None,
+    think: Annotated[
+        float | None, flag("SECONDS", "Mean pause of a user before the next turn. Default: the profile's, else 0.")
+    ] = None,
+    shared_prefix: Annotated[int, flag("TOKENS", "Random tokens that every conversation begins with.")] = 0,
     window: Annotated[
         float | None, flag("SECONDS", "Length of the measured window of each load. Default: 10; with --rules, theirs.")
     ] = None,
@@ -105,6 +115,12 @@ def sweep(
             rules, seed_set, disclosures, concurrency, window, config, others=[trace, speed, rates, burstiness]
         )
         return measure_and_show(config, claim, dry_run=dry_run, json_only=json_only)
+    if users is not None:
+        others = [trace, speed, rates, burstiness, concurrency]
+        asked = _talk(users, conversations, profile, think, shared_prefix, settle, window, config, others)
+        return measure_and_show(*asked, dry_run=dry_run, json_only=json_only, brings_requests=True)
+    if conversations is not None or profile is not None or think is not None or shared_prefix:
+        raise UsageError("--conversations, --profile, --think and --shared-prefix go with --users")
     if trace is not None or speed is not None:
         plan = _replay(trace, speed, settle, others=[concurrency, rates, burstiness])
     else:
@@ -133,6 +149,59 @@ def _config(config_file: Path | None, given: Mapping[str, str], rack: str | None
         if value != KEYS[key].default:
             raise ConfigError(f"{key}: not a setting of a sweep, which has loads of its own; leave it out")
     return config
+
+
+def _talk(
+    users: str,
+    conversations: Path | None,
+    profile: str | None,
+    think: float | None,
+    shared_prefix: int,
+    settle: float,
+    window: float | None,
+    config: RunConfig,
+    others: Sequence[object],
+) -> tuple[RunConfig, Test]:
+    """A sweep over numbers of users, and its configuration."""
+    from megatoken.harness.sweep.plan import values_of
+    from megatoken.harness.sweep.point import Phases
+    from megatoken.planning.workloads import load_profiles
+
+    if any(other is not None for other in others):
+        raise UsageError("--users is a load of its own; leave out --concurrency, --rates, --trace and their flags")
+    if (conversations is None) is (profile is None):
+        raise UsageError("--users: give what they say, with --conversations FILE or --profile NAME")
+    if think is not None and not 0 <= think <= 86_400:
+        raise UsageError("--think: from 0 to 86,400 seconds")
+    if not 0 <= shared_prefix <= 1_000_000:
+        raise UsageError("--shared-prefix: from 0 to 1,000,000 tokens")
+    values = values_of("--users", users, whole=True)
+    chosen = load_profiles(None, [profile])[0] if profile is not None else None
+    phases = Phases(settle, 10.0 if window is None else window)
+    if config.endpoint.urls is not None and config.endpoint.api is None and config.model == REFERENCE:
+        config = config.model_copy(update={"endpoint": config.endpoint.model_copy(update={"api": "chat"})})
+
+    def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
+        from megatoken.datasets.conversations import read_conversations
+        from megatoken.harness.sweep.ruled import with_tokenizer
+        from megatoken.harness.sweep.sweep import run_sweep
+        from megatoken.harness.sweep.users import Talk, users_plan
+        from megatoken.planning.profile_lengths import profile_conversations
+
+        prepared = with_tokenizer(prepared)
+        tokenizer = prepared.tokenizer
+        pause = None
+        if chosen is not None:
+            said = profile_conversations(chosen, config.seed)
+            mean, pause = (chosen.tool_seconds, chosen.think_seconds) if think is None else (think, think)
+        else:
+            assert conversations is not None
+            count = (lambda text: len(tokenizer.encode(text, add_special=False))) if tokenizer else None
+            said, mean = read_conversations(conversations, count), think or 0.0
+        talk = Talk(said, mean, pause, shared_prefix)
+        return run_sweep(prepared, config, users_plan(values, talk, phases, prepared, target), target, progress)
+
+    return config, test
 
 
 def _claim(

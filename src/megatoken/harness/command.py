@@ -23,13 +23,19 @@ Check = Callable[[Mapping[str, Any]], None]
 
 
 def measure(
-    config: RunConfig, test: Test, progress: Progress, *, check: Check | None = None, dry_run: bool = False
+    config: RunConfig,
+    test: Test,
+    progress: Progress,
+    *,
+    check: Check | None = None,
+    dry_run: bool = False,
+    brings_requests: bool = False,
 ) -> tuple[Prepared, Path | None]:
     """Opens the backend of ``config``, prepares, loads and runs ``test``.
 
     ``test`` leaves a run folder; it gets the configuration with the sizes that the engines took. ``check`` may refuse
     what is known before the weights are loaded: fields of ``result.json``, with a rack's nodes. With ``dry_run`` it
-    stops once everything is checked.
+    stops once everything is checked. With ``brings_requests`` the test has requests of its own.
 
     Returns:
         What was prepared, and the run folder; None of a dry run.
@@ -37,7 +43,9 @@ def measure(
     config = with_target_step(config)
     try:
         with open_backend(config, progress) as backend:
-            return measure_on(backend, config, test, progress, check=check, dry_run=dry_run)
+            return measure_on(
+                backend, config, test, progress, check=check, dry_run=dry_run, brings_requests=brings_requests
+            )
     finally:
         progress.clear()
 
@@ -50,9 +58,10 @@ def measure_on(
     *,
     check: Check | None = None,
     dry_run: bool = False,
+    brings_requests: bool = False,
 ) -> tuple[Prepared, Path | None]:
     """The same on a backend that is open."""
-    prepared = prepare(config, backend)
+    prepared = prepare(config, backend, brings_requests=brings_requests)
     if check is not None:
         check({**prepared.facts(), **backend.facts()})
     if dry_run:

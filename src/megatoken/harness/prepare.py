@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import yaml
 
 from megatoken.accuracy.gate import SHARE, AccuracyGate, ComplianceGate, Gate, reference_gate
@@ -25,6 +26,7 @@ from megatoken.datasets.texts import load_texts
 from megatoken.engine.config import REFERENCE, ModelConfig
 from megatoken.engine.measured_costs import ModelWork
 from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.request import Request
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
@@ -43,6 +45,18 @@ from megatoken.mlperf.rules import missing_scenario
 from megatoken.runs.reasons import Reason, reason
 from megatoken.targets.backend import Backend, ServedModel
 from megatoken.text import count_of
+
+NO_DATA_SET = Dataset(
+    name="none",
+    source="the load",
+    requests=[Request("Hello", max_tokens=1)],
+    content_hash="",
+    input_tokens=np.ones(1, np.int64),
+    output_limits=np.ones(1, np.int64),
+    fills_limit=np.ones(1, np.bool_),
+    notes=(),
+    prompts_counted=False,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +135,13 @@ class Prepared:
         return yaml.safe_dump(config, sort_keys=False) + "\n".join(f"# {line}" for line in comments)
 
 
-def prepare(config: RunConfig, backend: Backend) -> Prepared:
+def prepare(config: RunConfig, backend: Backend, *, brings_requests: bool = False) -> Prepared:
     """Checks configuration, model and data set against each other.
 
     Args:
         config: what to run.
         backend: what will serve, opened with the same configuration.
+        brings_requests: whether the test has requests of its own; then the data set is one that is never used.
 
     Raises:
         CheckpointError, CapacityError, DatasetError: what cannot be used, with its place.
@@ -142,13 +157,13 @@ def prepare(config: RunConfig, backend: Backend) -> Prepared:
         read_meter(config.power_meter)
     config = with_target_step(config)
     model = backend.served()
-    _check_backend(config, model)
+    _check_backend(config, model, needs_prompts=not brings_requests)
     if config.endpoint.urls is not None and config.model == REFERENCE:
         config = config.model_copy(update={"model": model.name})  # no model was named, so it is the server's
     tokenizer = backend.tokenizer() if config.text or _prompts(config) is not None else None
     if config.text and tokenizer is None:
         raise UsageError(f"text: {model.name} has no tokenizer.json; add it to the model's folder")
-    data_set = _load_data_set(config, model, tokenizer)
+    data_set = NO_DATA_SET if brings_requests else _load_data_set(config, model, tokenizer)
     _check_max_tokens(config, data_set)
     if config.find_rate and config.rate is not None:
         length = full_length(plan_test(config, len(data_set.requests), config.rate))
@@ -186,7 +201,7 @@ def prepare(config: RunConfig, backend: Backend) -> Prepared:
     return Prepared(config, model, data_set, tuple(warnings), tuple(notes), gate, tokenizer)
 
 
-def _check_backend(config: RunConfig, model: ServedModel) -> None:
+def _check_backend(config: RunConfig, model: ServedModel, *, needs_prompts: bool) -> None:
     """Refuses what needs token ids on a backend that has text alone. Raises UsageError."""
     for key, wanted in (
         ("mode", config.mode == "accuracy"),
@@ -195,7 +210,7 @@ def _check_backend(config: RunConfig, model: ServedModel) -> None:
     ):
         if wanted and (model.answers or model.prompts) == "text":
             raise UsageError(f"{key}: needs token ids, and {model.name} is served as text; leave it out")
-    if config.prompts is None and model.prompts == "text":
+    if needs_prompts and config.prompts is None and model.prompts == "text":
         raise UsageError(f"{model.name} is served as text, so it needs prompts; give a file with --prompts")
 
 

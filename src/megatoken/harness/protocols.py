@@ -81,3 +81,6 @@ class Answers(Protocol):
         Returns:
             Its tokens; None: as the target counts them.
         """
+
+    def close(self) -> None:
+        """No more answers come."""

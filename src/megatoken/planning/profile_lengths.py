@@ -7,12 +7,14 @@ The spread of the prompts is assumed, as for the lengths that ship with this pac
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from megatoken.datasets.conversations import Conversation, Conversations, Turn
 from megatoken.errors import UsageError
 from megatoken.files import storage_error, write_text
 from megatoken.planning.workloads import Profile
@@ -20,6 +22,7 @@ from megatoken.planning.workloads import Profile
 HEAD = "# Workload profile "  # first line of every file written here
 OUTPUT_GAMMA_SHAPE = 2.54
 INPUT_LOG_NORMAL_SIGMA = 0.75
+CONVERSATIONS = 512  # of a profile, that users draw from
 LARGEST_FACTOR = 8.0  # of a mean; 1 in 1,000 prompts would be longer, and almost no answer
 
 
@@ -57,13 +60,32 @@ def profile_csv(profile: Profile, rows: int, seed: int) -> str:
     return "\n".join([f"{HEAD}{' '.join(comment.split())}", "input_tokens,output_tokens", *lines]) + "\n"
 
 
+def profile_conversations(profile: Profile, seed: int, count: int = CONVERSATIONS) -> Conversations:
+    """Conversations of a profile: turns of lengths drawn around its means, of random tokens."""
+    random = np.random.Generator(np.random.Philox(seed))
+    turns = iter(lambda: _turn(profile, random), None)
+    talks = tuple(
+        Conversation(tuple(Turn(*next(turns)) for _ in range(profile.turns)), carries=profile.carries_context)
+        for _ in range(count)
+    )
+    source = f"{profile.name} ({profile.title}; {profile.state}: {profile.source})"
+    digest = hashlib.sha256(f"{profile.model_dump_json()} {seed} {count}".encode()).hexdigest()
+    return Conversations(profile.name, source, digest, talks)
+
+
+def _turn(profile: Profile, random: np.random.Generator) -> tuple[int, int]:
+    """New tokens of a turn, and those of its answer."""
+    new = _log_normal(profile.input_tokens, random) + _log_normal(profile.context_tokens, random)
+    answer = _whole(random.gamma(OUTPUT_GAMMA_SHAPE) / OUTPUT_GAMMA_SHAPE, profile.output_tokens)
+    return max(1, new), answer
+
+
 def _lengths(profile: Profile, random: np.random.Generator) -> Iterator[tuple[int, int]]:
     while True:
         history = 0
         for _ in range(profile.turns):
-            new = _log_normal(profile.input_tokens, random) + _log_normal(profile.context_tokens, random)
-            answer = _whole(random.gamma(OUTPUT_GAMMA_SHAPE) / OUTPUT_GAMMA_SHAPE, profile.output_tokens)
-            yield history + max(1, new), answer
+            new, answer = _turn(profile, random)
+            yield history + new, answer
             history += new + answer if profile.carries_context else 0
 
 

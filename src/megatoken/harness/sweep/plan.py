@@ -2,17 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+from megatoken.datasets.requests import Dataset
 from megatoken.datasets.traces import Trace
 from megatoken.errors import UsageError
+from megatoken.harness.protocols import Answers
 from megatoken.harness.sweep.loads import ArrivalKind, ClosedLoop, Load, OpenLoop, arrival_seconds, passes
 from megatoken.harness.sweep.point import Phases
+from megatoken.runs.reasons import Reason
 
 LARGEST_CONCURRENCY = 1024  # of a sweep that finds its own end
 RATE_SHARES = (0.1, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25)  # of the warm-up's rate
+
+
+class Setup(NamedTuple):
+    """One point: its load, its requests, and a reader of the answers."""
+
+    load: Load
+    data_set: Dataset
+    answers: Answers | None = None
+
+
+class Plan(Protocol):
+    """The loads of a sweep."""
+
+    @property
+    def kind(self) -> str:
+        """What the values are."""
+
+    @property
+    def phases(self) -> Phases:
+        """Of every point."""
+
+    @property
+    def finds_its_end(self) -> bool:
+        """Whether it ends when output no longer grows."""
+
+    def loads(self, estimated_rate: float) -> Iterator[float]:
+        """The values to run, given the requests per second that the warm-up expects of a full target."""
+
+    def setup(self, value: float, data_set: Dataset, seed: Sequence[int], folder: Path | None) -> Setup:
+        """A point, given the requests that were prepared; texts of answers may go into the folder. None: a warm-up."""
+
+    def facts(self, value: float, seed: int) -> Mapping[str, Any]:
+        """The field ``load`` of a point's ``result.json``, as far as it is known before the point runs."""
+
+    def notes(self) -> list[Reason]:
+        """What a reader of a point must know."""
+
+
+def load_facts(kind: str, value: float, seed: int, phases: Phases, *, waits: bool) -> dict[str, Any]:
+    """What the field ``load`` has of every kind."""
+    return {
+        "kind": kind,
+        "value": value,
+        "waits": waits,
+        "arrivals": None,
+        "burstiness": None,
+        "source": None,
+        "seed": seed,
+        "warm_up_seconds": phases.warm_up_seconds,
+        "asked_window_seconds": phases.window_seconds,
+        "window_seconds": None,
+        "ended_by": None,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +106,11 @@ class SweepPlan:
         """Whether a closed loop ends when output no longer grows; values that were asked for all run."""
         return not self.values and self.kind == "concurrency"
 
-    def load(self, value: float, rows: int, seed: Sequence[int]) -> Load:
-        """The load of one point.
+    def setup(self, value: float, data_set: Dataset, seed: Sequence[int], folder: Path | None) -> Setup:
+        """One point; ``seed`` is of the order of the rows and of the arrivals."""
+        return Setup(self._load(value, len(data_set.requests), seed), data_set)
 
-        Args:
-            value: requests at once, requests per second, or speed.
-            rows: of the data set.
-            seed: of the order of the rows and of the arrivals.
-        """
+    def _load(self, value: float, rows: int, seed: Sequence[int]) -> Load:
         order = passes(rows, (*seed, 0))
         if self.trace is not None:
             return OpenLoop(zip((self.trace.due_seconds / value).tolist(), range(rows), strict=True))
@@ -68,18 +122,15 @@ class SweepPlan:
         """The field ``load`` of a point's ``result.json``, as far as it is known before the point runs."""
         open_loop, drawn = self.kind != "concurrency", self.kind == "rate"
         return {
-            "kind": self.kind,
-            "value": value,
-            "waits": not open_loop,
+            **load_facts(self.kind, value, seed, self.phases, waits=not open_loop),
             "arrivals": self.arrivals if drawn else None,
             "burstiness": self.burstiness if drawn and self.arrivals == "gamma" else None,
             "source": f"{self.trace.format} trace {self.trace.path.name}" if self.trace is not None else None,
-            "seed": seed,
-            "warm_up_seconds": self.phases.warm_up_seconds,
-            "asked_window_seconds": self.phases.window_seconds,
-            "window_seconds": None,
-            "ended_by": None,
         }
+
+    def notes(self) -> list[Reason]:
+        """None."""
+        return []
 
 
 def values_of(flag: str, text: str, *, whole: bool) -> tuple[float, ...]:

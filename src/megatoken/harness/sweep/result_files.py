@@ -15,14 +15,13 @@ import yaml
 
 from megatoken.config import RunConfig
 from megatoken.files import plain, redact, storage_error, to_json, write_text
-from megatoken.harness.sweep.ruled import ALL_AT_ONCE, RuledPlan
+from megatoken.harness.sweep.ruled import ALL_AT_ONCE, TEXTS, RuledPlan
 from megatoken.mlperf.endpoints import endpoint_rules
 from megatoken.mlperf.endpoints_report import event, moments_of, report_of, sample_uuid, summary_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-TEXTS = "answers.jsonl"  # while the point runs
 EVENTS = "events.jsonl"
 DISCLOSED = (  # what only the submitter can say of a point, section 8.3
     *("division", "model_precision", "link_to_model", "dataset_link", "shared_src", "shared_docs"),

@@ -15,6 +15,7 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.protocols import Counted
 from megatoken.harness.sweep.loads import Arrival, ClosedLoop, Load, OpenLoop
+from megatoken.harness.sweep.plan import Setup, load_facts
 from megatoken.harness.sweep.point import Phases
 from megatoken.mlperf.endpoints import (
     PointRules,
@@ -28,6 +29,7 @@ from megatoken.runs.reasons import Reason, reason
 from megatoken.targets.backend import tokenizer_of
 from megatoken.yaml_files import Strict, read_strict
 
+TEXTS = "answers.jsonl"  # of a point, while it runs
 OFFLINE_MARGIN = 1.1  # of the requests that the Offline run is expected to serve in its shortest time
 ALL_AT_ONCE = math.inf  # the load of the Offline run
 
@@ -107,8 +109,12 @@ class RuledPlan:
         yield from map(float, self.values)
         yield ALL_AT_ONCE
 
-    def load(self, value: float, rows: int, seed: Sequence[int]) -> Load:
-        """The load of one point; its order comes from the published seeds."""
+    def setup(self, value: float, data_set: Dataset, seed: Sequence[int], folder: Path | None) -> Setup:
+        """One point: salted prompts in an order of the published seeds; every answer is counted and written down."""
+        answers = CountedAnswers(folder / TEXTS, self.prepared.tokenizer) if folder is not None else None
+        return Setup(self._load(value, self.rows), self._salted(value), answers)
+
+    def _load(self, value: float, rows: int) -> Load:
         least = self._seconds(value)
         order_seed = self.seeds["sample_index_rng_seed"]
         if value != ALL_AT_ONCE:
@@ -121,17 +127,13 @@ class RuledPlan:
         """The field ``load`` of a point's ``result.json``."""
         offline = value == ALL_AT_ONCE
         return {
-            "kind": "offline" if offline else self.kind,
-            "value": float(self.rows) if offline else value,
-            "waits": not offline,
-            "arrivals": None,
-            "burstiness": None,
-            "source": None,
-            "seed": self.salt_seed(value),
-            "warm_up_seconds": 0.0,
-            "asked_window_seconds": self._seconds(value),
-            "window_seconds": None,
-            "ended_by": None,
+            **load_facts(
+                "offline" if offline else self.kind,
+                float(self.rows) if offline else value,
+                self.salt_seed(value),
+                Phases(0.0, self._seconds(value)),
+                waits=not offline,
+            ),
             "rules": asdict(self._rules(value)),
         }
 
@@ -142,7 +144,7 @@ class RuledPlan:
             reason("SALTED", bits=SALT_BITS),
         ]
 
-    def data_set(self, value: float) -> Dataset:
+    def _salted(self, value: float) -> Dataset:
         """The requests, each with a salt."""
         model = self.prepared.model
         ids = model.prompts == "token_ids" and model.shape is not None
@@ -154,10 +156,6 @@ class RuledPlan:
     def salt_seed(self, value: float) -> int:
         """The seed of the salts: the published one plus the concurrency, or no point would find its prompts new."""
         return self.seeds["model_seed"] + (0 if value == ALL_AT_ONCE else round(value))
-
-    def answers(self, file: Path) -> CountedAnswers:
-        """Counts the tokens of every answer, and keeps its text in ``file``."""
-        return CountedAnswers(file, self.prepared.tokenizer)
 
     def note(self, result: Mapping[str, Any]) -> None:
         """Learns the rate of a point from its ``result.json``."""

@@ -20,14 +20,14 @@ from megatoken.files import to_json, write_text
 from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.loadgen_plan import run_limits
 from megatoken.harness.measurement import Measurement
-from megatoken.harness.prepare import Prepared
+from megatoken.harness.prepare import NO_DATA_SET, Prepared
 from megatoken.harness.progress import Progress
 from megatoken.harness.result import concluded_point, core_wait_notes, run_notes
 from megatoken.harness.sizing import estimate_rate
 from megatoken.harness.stop import StopSignals
-from megatoken.harness.sweep.plan import SweepPlan
+from megatoken.harness.sweep.plan import Plan, Setup, SweepPlan
 from megatoken.harness.sweep.point import PointLoad
-from megatoken.harness.sweep.result_files import TEXTS, write_result_files
+from megatoken.harness.sweep.result_files import write_result_files
 from megatoken.harness.sweep.ruled import RuledPlan
 from megatoken.mlperf.endpoints import judged_sweep
 from megatoken.runs.reasons import reason
@@ -39,9 +39,7 @@ from megatoken.text import precise
 DRAIN_WINDOWS = 1.0  # how long the last requests of a point may take to end, in windows
 
 
-def run_sweep(
-    prepared: Prepared, config: RunConfig, plan: SweepPlan | RuledPlan, target: Target, progress: Progress
-) -> Path:
+def run_sweep(prepared: Prepared, config: RunConfig, plan: Plan, target: Target, progress: Progress) -> Path:
     """Warms up and runs the points.
 
     Args:
@@ -66,11 +64,12 @@ def run_sweep(
         sizes = {"vocabulary_size": model.shape.vocabulary_size, "max_length": model.memory.max_length}
         prepared = replace(prepared, data_set=plan.trace.dataset(**sizes, seed=config.seed))
     progress.stage(f"warming up for {config.warm_up_seconds:g} s")
-    data_set = prepared.data_set
-    if isinstance(plan, RuledPlan):
-        data_set = plan.data_set(0)
-        if isinstance(target, RemoteTarget):
-            target.keep_every_text()
+    first = next(plan.loads(1.0))
+    data_set = plan.setup(first, prepared.data_set, (config.seed,), None).data_set
+    if prepared.data_set is NO_DATA_SET:  # the load brings its own
+        prepared = replace(prepared, data_set=data_set)
+    if isinstance(target, RemoteTarget) and not isinstance(plan, SweepPlan):
+        target.keep_every_text()
     rate = estimate_rate(target, data_set, config.warm_up_seconds, 0.0)
     name = run_name(datetime.now(UTC), "sweep", config.model)
     with StopSignals() as stop:
@@ -86,7 +85,7 @@ def run_sweep(
 class _Sweep:
     prepared: Prepared
     config: RunConfig
-    plan: SweepPlan | RuledPlan
+    plan: Plan
     target: Target
     progress: Progress
     stop: StopSignals
@@ -124,13 +123,13 @@ class _Sweep:
 
     def _point(self, number: int, value: float, repeat: int) -> Run:
         seed = self.config.seed
-        load = self.plan.load(value, len(self.prepared.data_set.requests), (seed, repeat))
         facts = self.plan.facts(value, seed)
         folder = self._folder(f"{number:02}-{facts['kind']}-{facts['value']:g}-{repeat + 1}", facts)
         self.stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
         self.stop.write_seconds = folder.write_seconds
         try:
-            self._measure(PointLoad(load, self.plan.phases), folder, value)
+            setup = self.plan.setup(value, self.prepared.data_set, (seed, repeat), folder.mlperf_directory)
+            self._measure(setup, folder, value)
         except BaseException as error:
             folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
             if isinstance(error, MegatokenError):
@@ -142,9 +141,8 @@ class _Sweep:
         facts = {**self.prepared.facts(), **self.target.facts()}
         limits = run_limits(self.config)
         assert limits is not None  # the configuration has the scenario server
-        of_rules = self.plan.notes() if isinstance(self.plan, RuledPlan) else []
         more = {
-            "notes": [*run_notes(facts), reason("SWEEP_POINT"), *of_rules],
+            "notes": [*run_notes(facts), reason("SWEEP_POINT"), *self.plan.notes()],
             "mode": self.config.mode,
             "rules": None,
             "text": self.config.text,
@@ -162,10 +160,8 @@ class _Sweep:
             summarise=summarise_run,
         )
 
-    def _measure(self, load: PointLoad, folder: RunFolder, value: float) -> None:
-        data_set, answers = self.prepared.data_set, None
-        if isinstance(self.plan, RuledPlan):
-            data_set, answers = self.plan.data_set(value), self.plan.answers(folder.mlperf_directory / TEXTS)
+    def _measure(self, setup: Setup, folder: RunFolder, value: float) -> None:
+        load, data_set, answers = PointLoad(setup.load, self.plan.phases), setup.data_set, setup.answers
         window = self.plan.phases.window_seconds
         measurement = Measurement(
             load,
