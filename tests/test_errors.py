@@ -44,7 +44,9 @@ def test_in_a_clone_it_is_the_clones_own_environment(tmp_path: Path) -> None:
 
 def test_elsewhere_it_is_the_package(tmp_path: Path) -> None:
     installed = package_in(tmp_path / "lib" / "site-packages")
-    assert asked(sys.executable, installed, tmp_path) == "install it with: pip install 'megatoken[report]'"
+    assert asked(sys.executable, installed, tmp_path) == (
+        "in a checkout of megatoken, install it with: .venv/bin/pip install -e '.[report]'"
+    )
 
 
 def test_everybody_says_it_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def how_to_install(extra: str) -> str:
     package = Path(__file__).resolve().parent
     clone = package.parents[1]
     if package.parent.name != "src" or not (clone / "pyproject.toml").is_file():
-        return f"install it with: pip install 'megatoken[{extra}]'"
+        return f"in a checkout of megatoken, install it with: .venv/bin/pip install -e '.[{extra}]'"
     own = Path(sys.prefix) == clone / ".venv"
     pip = ".venv/bin/pip" if own else f"{shlex.quote(sys.executable)} -m pip"
     there = "" if Path.cwd() == clone else f"cd {shlex.quote(str(clone))} && "

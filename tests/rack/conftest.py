@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rack_drivers import LENGTHS, Driver, RayNodes, environment, ray_nodes
 
-pytest.importorskip("ray", reason="the rack's tests need Ray: pip install 'megatoken[rack]'")
+pytest.importorskip("ray", reason="the rack's tests need Ray: pip install -e '.[rack]'")
 
 
 @pytest.fixture(scope="session")

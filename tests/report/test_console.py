@@ -36,19 +36,21 @@ def test_one_table_then_verdict_rules_and_folder(make_run, unmet):
     assert table["First token since query"][0] == "s"
     assert table["Peak memory"] == ["MiB", "300"]
     assert "Samples failed" not in table
-    tail = lines[-4:]
+    tail = lines[-5:]
     assert tail[0].startswith("* too few samples")
     assert tail[1] == "MEASURED: run completed; no MLPerf compliance claimed"
     assert tail[2:] == [
         "MLPerf rules not met (none claimed): MIN_DURATION, SAMPLES",
+        "Result not verified by MLCommons Association.",
         f"Run folder: {path}",
     ]
 
 
 def test_a_doubt_about_the_measurement_is_no_rule_of_mlperf(make_run, unmet):
     path = make_run(rules_unmet=unmet[:1], doubts=[{"code": "SEND_LAG", "message": "samples were sent late"}])
-    assert shown(path, 80).splitlines()[-4:-1] == [
+    assert shown(path, 80).splitlines()[-5:-1] == [
         "MLPerf rules not met (none claimed): MIN_DURATION",
+        "Result not verified by MLCommons Association.",
         "Doubts about the measurement:",
         "  SEND_LAG samples were sent late",
     ]

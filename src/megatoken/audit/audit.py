@@ -21,6 +21,7 @@ from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, proce
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.repeats import check_repeats
 from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in, without_result
+from megatoken.audit.checks.seal import check_seals
 from megatoken.audit.checks.submission import (
     Submission,
     check_names,
@@ -189,6 +190,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(_check_evidence(tree, evidence, submissions, claimed))
     for folder in run_folders:
         ledger.add(check_run_folder(tree, folder, evidence.runs))
+    ledger.add(check_seals(tree))
     ledger.add(check_repeats(tree))
     together = None
     if evidence.kind == "nodes":

@@ -27,6 +27,7 @@ from megatoken.cli import (
     quantize,
     report,
     run,
+    seal,
     serve,
     soak,
     submission,
@@ -67,6 +68,7 @@ app.command(cls=Command)(doctor.doctor)
 app.command(cls=Command)(quantize.quantize)
 app.command(cls=check.CheckCommand)(check.check)
 app.command(cls=Command)(audit.audit)
+app.command(cls=Command)(seal.seal)
 app.command(cls=Command)(compare.aggregate)
 app.command(cls=Command)(compare.compare)
 app.add_typer(plan.app, name="plan")

@@ -202,6 +202,7 @@ def plan_cost(
         inputs=(*throughput.inputs, *used, *priced.inputs),
         results=tuple(_results(inputs, state)),
         tables=(
+            *_own_request(inputs, throughput, state),
             _lines(inputs, lines, state),
             _interactions(inputs, profiles, throughput, priced, derated, assumptions, state),
         ),
@@ -310,6 +311,28 @@ def _results(inputs: CostInputs, state: State) -> list[Result]:
             state,
         ),
     ]
+
+
+def _own_request(inputs: CostInputs, throughput: Throughput, state: State) -> list[Table]:
+    """The price of a mean request of the run that the rate is of; nothing for a rate that was given as a number."""
+    if throughput.service is None:
+        return []
+    tokens = throughput.output_tokens_per_request
+    rows = []
+    for share in (inputs.utilisation_share, 1.0):
+        million = dollars_per_million_output_tokens(replace(inputs, utilisation_share=share))
+        rows.append(
+            {
+                "request": f"of {throughput.source}",
+                "utilisation_share": share,
+                "output_tokens": tokens,
+                "dollars_per_million_output_tokens": million,
+                "dollars_per_request": million * tokens / 1e6,
+                "state": state,
+            }
+        )
+    note = "dollars per request = dollars per million output tokens x output tokens of a mean request / 1,000,000"
+    return [Table("own_request", "The run's own requests", tuple(rows), note)]
 
 
 def _lines(inputs: CostInputs, per_million: Mapping[str, float], state: State) -> Table:

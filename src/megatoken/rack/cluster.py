@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from megatoken import __version__
-from megatoken.errors import MegatokenError, UsageError
+from megatoken.errors import MegatokenError, UsageError, how_to_install
 from megatoken.rack.actor import WorkerActor, WorkerSpec
 from megatoken.rack.address import REACH_SECONDS, START, check_token, find_cluster
 from megatoken.rack.placement import Node, Slot, name_nodes
@@ -27,7 +27,7 @@ LEASE = "megatoken-driver"
 PLACE_SECONDS = 60.0  # for Ray to place a process in resources that it reported free
 WATCH_SECONDS = 1.0
 LOCAL_STORE_BYTES = 80 * 2**20  # Ray's minimum: samples do not go through its object store
-MISSING = "a rack needs Ray; install it with: pip install 'megatoken[rack]'"
+MISSING = f"a rack needs Ray; {how_to_install('rack')}"
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from megatoken.analysis.limits import overall
-from megatoken.planning.run_price import judge_run
+from megatoken.planning.run_price import judge_run, request_price
 from megatoken.report.blocks import (
     Badge,
     Cell,
@@ -33,6 +33,7 @@ from megatoken.report.blocks import (
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.documents import Document, checked
 from megatoken.report.metrics import (
+    NOT_VERIFIED,
     PERCENTILES,
     ROUGE_2_NOTE,
     UNRELIABLE_NOTE,
@@ -42,6 +43,7 @@ from megatoken.report.metrics import (
     loadgen_result,
     meaning,
     metric_rows,
+    names_mlperf,
     verdict_badge,
 )
 from megatoken.report.views import document_view
@@ -49,6 +51,7 @@ from megatoken.report.views.limits import answer_badge
 from megatoken.report.views.rate_search import search_answer
 from megatoken.report.words import clean, plain_text
 from megatoken.runs.run import Run
+from megatoken.text import precise
 
 WIDTH_OF_FULL_TABLE = 80
 MOST_ROWS = 40
@@ -125,6 +128,10 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
     if run.rules_unmet:  # none were claimed
         codes = dict.fromkeys(unmet["code"] for unmet in run.rules_unmet)
         yield Text(f"MLPerf rules not met (none claimed): {', '.join(codes)}")
+    if names_mlperf(run):
+        yield Text(NOT_VERIFIED)
+    if price := request_price(run):
+        yield Text(f"Dollars per request: ${precise(price.dollars)} = {price.formula}")
     if run.doubts:
         yield Text("Doubts about the measurement:")
     for doubt in run.doubts:

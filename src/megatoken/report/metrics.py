@@ -15,6 +15,12 @@ from megatoken.text import ABSENT, is_number, number, precise
 PERCENTILES = ("p50", "p90", "p95", "p99")
 SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confidence"
+NOT_VERIFIED = "Result not verified by MLCommons Association."
+TRADEMARK = (  # as MLCommons' guidelines for results messaging ask for
+    "The MLPerf name and logo are registered and unregistered trademarks of MLCommons Association in the United States"
+    " and other countries. All rights reserved. Unauthorized use strictly prohibited. See www.mlcommons.org for more"
+    " information."
+)
 ROUGE_2_NOTE = "ROUGE-2 counts pairs of words, so an answer of one word scores 0, right or wrong"
 TONES: dict[str, str] = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.MEASURED: "plain"}
 MEANING = {
@@ -57,6 +63,11 @@ def meaning(run: Run) -> str:
 def of_simulated(gpu: str) -> str:
     """What comes first on a run that computed nothing."""
     return f"simulated {gpu}: rates and times come from a cost model"
+
+
+def names_mlperf(run: Run) -> bool:
+    """Whether the report on a run uses MLPerf's name, so that it must say who has not verified the result."""
+    return bool(run.result.get("rules") or run.rules_unmet)
 
 
 def loadgen_result(run: Run) -> str:

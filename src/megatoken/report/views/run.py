@@ -18,20 +18,23 @@ from megatoken.analysis.statistics import (
     Samples,
     latency_origin,
 )
-from megatoken.planning.run_price import judge_run
+from megatoken.planning.run_price import judge_run, request_price
 from megatoken.report.bars import Dot, dot_chart
 from megatoken.report.blocks import Block, Column, Facts, Figure, Headline, Points, Table, Terms, View, section
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.curves import Mark, distribution_chart
 from megatoken.report.metrics import (
+    NOT_VERIFIED,
     PERCENTILES,
     ROUGE_2_NOTE,
+    TRADEMARK,
     UNRELIABLE_NOTE,
     has_rouge_2,
     has_unreliable,
     loadgen_result,
     meaning,
     metric_rows,
+    names_mlperf,
     verdict_badge,
 )
 from megatoken.report.views.aggregate import MANY_NODES
@@ -42,7 +45,7 @@ from megatoken.report.views.over_time import time_figures
 from megatoken.report.views.rate_search import search_blocks
 from megatoken.runs.reasons import Reason
 from megatoken.runs.run import Run
-from megatoken.text import count_of, natural, number
+from megatoken.text import count_of, is_number, natural, number, precise
 
 DEFINITIONS = {
     "Output rate": "Output tokens of the completed samples over the time from the start of the run to the"
@@ -95,7 +98,8 @@ def run_view(run: Run) -> View:
             Facts("Files in this folder", {name: text for name, text in FILES.items() if name not in _absent(run)}),
         ),
     )
-    return View(_title(run), str(run.verdict), tuple(_summary(run)), sections, FOOTER)
+    footer = f"{FOOTER} {NOT_VERIFIED} {TRADEMARK}" if names_mlperf(run) else FOOTER
+    return View(_title(run), str(run.verdict), tuple(_summary(run)), sections, footer)
 
 
 def _title(run: Run) -> str:
@@ -125,6 +129,7 @@ def _summary(run: Run) -> Iterator[Block]:
     yield VerdictBlock((verdict_badge(run.verdict),), meaning(run))
     if verdict := loadgen_result(run):
         yield Points("", (("", verdict),))
+    yield from _at_a_glance(run)
     if answers := judge_run(run):
         yield VerdictBlock((answer_badge(str(overall(answers))),), "by your limits")
         yield limits_table(limit_documents(answers))
@@ -137,6 +142,27 @@ def _summary(run: Run) -> Iterator[Block]:
         yield _points("Doubts about the measurement:", run.doubts)
     if notes := result.get("notes"):
         yield Points("Notes:", tuple(("", note["message"]) for note in notes))
+
+
+def _at_a_glance(run: Run) -> Iterator[Table]:
+    """What a buyer asks of these prompts on this machine: rate, slowest answers, price; each with its arithmetic."""
+    result = run.result
+    rate, seconds = result.get("output_tokens_per_second"), result.get("rated_seconds")
+    if not rate:
+        return
+    tokens = f"{number(result.get('output_tokens'))} output tokens in {number(seconds)} s"
+    rows = [("Output rate", f"{number(rate)} tokens/s", "" if result.get("scenario") == SOAK else tokens)]
+    for label, name in (("Time to first token", "ttft_seconds"), ("Time per output token", "tpot_seconds")):
+        row = result.get(name) or {}
+        if is_number(row.get("p99")) and not (name == "ttft_seconds" and result.get("scenario") == "offline"):
+            few = "; too few for 99 % confidence" if "p99" in row.get("unreliable", ()) else ""
+            rows.append((f"{label}, p99", f"{precise(row['p99'])} s", f"of {number(row.get('samples'))} values{few}"))
+    if price := request_price(run):
+        rows.append(("Price of a request", f"${precise(price.dollars)}", price.formula))
+    else:
+        how = "give the price of the machine: dollars_per_hour / (3,600 s x requests/s)"
+        rows.append(("Price of a request", "unknown", f"{how}; {precise(result.get('samples_per_second'))} requests/s"))
+    yield Table("These prompts on this machine", (Column("Question"), Column("Answer"), Column("How")), tuple(rows))
 
 
 def _points(title: str, reasons: list[Reason]) -> Points:

@@ -1,0 +1,149 @@
+"""The seal of a run folder: SHA-256 of every file in it, signed by a key file if one is given."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatoken.errors import UsageError, how_to_install
+from megatoken.files import to_json, write_text
+from megatoken.runs.run import RESULT
+from megatoken.text import utc_now
+
+SEAL = "seal.json"
+SCHEMA_VERSION = 1
+ALGORITHM = "ed25519"
+BLOCK_BYTES = 1 << 20
+_PRIMITIVES = "cryptography.hazmat.primitives"  # imported where it is used, because it is an extra
+
+
+@dataclass(frozen=True, slots=True)
+class SealState:
+    """What became of a sealed folder: names of files that are not as they were sealed.
+
+    ``signature`` is None of a seal without one, else whether it is that of ``public_key``; ``unchecked`` says why that
+    could not be found out.
+    """
+
+    sealed_at: str
+    changed: tuple[str, ...]
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    public_key: str | None
+    signature: bool | None
+    unchecked: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every file is as it was sealed, and a signature, if there is one, is right."""
+        return not (self.changed or self.added or self.removed) and self.signature is not False
+
+
+def seal(folder: Path, key: Path | None = None) -> dict[str, Any]:
+    """Write ``seal.json`` into a run folder, in place of an earlier one; returns what it holds.
+
+    Args:
+        folder: a run folder.
+        key: PEM file of an ed25519 private key without a password; None: no signature.
+
+    Raises:
+        UsageError: it is no run folder, the key cannot be used, or the package for signatures is missing.
+        StorageError: the folder cannot be written.
+    """
+    if not (folder / RESULT).is_file():
+        raise UsageError(f"{folder}: no {RESULT}; give a run folder, such as runs/20261120T091233Z-offline-tiny")
+    statement = {"schema_version": SCHEMA_VERSION, "sealed_at": utc_now(), "files": _files(folder)}
+    document = statement if key is None else {**statement, **_signed(statement, key)}
+    write_text(folder / SEAL, to_json(document), movable=False)
+    return document
+
+
+def seal_state(folder: Path) -> SealState | None:
+    """Compare a folder with its seal; None where it has none.
+
+    Raises:
+        ValueError: the seal cannot be read.
+    """
+    if not (folder / SEAL).is_file():
+        return None
+    document = json.loads((folder / SEAL).read_bytes())
+    if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
+        raise ValueError("not a seal")  # noqa: TRY004 - damaged content, not a wrong argument
+    there, sealed = _files(folder), document["files"]
+    signature, unchecked = _verified(document)
+    return SealState(
+        sealed_at=str(document.get("sealed_at")),
+        changed=tuple(sorted(name for name in sealed.keys() & there.keys() if sealed[name] != there[name])),
+        added=tuple(sorted(there.keys() - sealed.keys())),
+        removed=tuple(sorted(sealed.keys() - there.keys())),
+        public_key=document.get("public_key"),
+        signature=signature,
+        unchecked=unchecked,
+    )
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file by its path; of a link, of where it leads."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            found[name] = hashlib.sha256(b"link " + os.fsencode(os.readlink(path))).hexdigest()  # noqa: PTH115 - as bytes
+        elif path.is_file() and name != SEAL:
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while block := file.read(BLOCK_BYTES):
+                    digest.update(block)
+            found[name] = digest.hexdigest()
+    return found
+
+
+def _message(document: Mapping[str, Any]) -> bytes:
+    """What is signed: the statement as JSON with sorted keys and without spaces."""
+    statement = {name: document.get(name) for name in ("schema_version", "sealed_at", "files")}
+    return json.dumps(statement, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _signed(statement: Mapping[str, Any], key: Path) -> dict[str, str]:
+    try:
+        unsupported = import_module("cryptography.exceptions").UnsupportedAlgorithm
+        kind = import_module(f"{_PRIMITIVES}.asymmetric.ed25519").Ed25519PrivateKey
+        load_pem_private_key = import_module(f"{_PRIMITIVES}.serialization").load_pem_private_key
+    except ImportError:
+        raise UsageError(f"--key needs the package cryptography; {how_to_install('seal')}") from None
+    how = f"make one: openssl genpkey -algorithm {ALGORITHM} -out {key}"
+    try:
+        private = load_pem_private_key(key.read_bytes(), password=None)
+    except OSError as error:
+        raise UsageError(f"{key}: cannot be read ({error.strerror}); {how}") from None
+    except (ValueError, TypeError, unsupported):
+        raise UsageError(f"{key}: not a PEM file of a private key without a password; {how}") from None
+    if not isinstance(private, kind):
+        raise UsageError(f"{key}: not an {ALGORITHM} key; {how}")
+    return {
+        "algorithm": ALGORITHM,
+        "public_key": private.public_key().public_bytes_raw().hex(),
+        "signature": private.sign(_message(statement)).hex(),
+    }
+
+
+def _verified(document: Mapping[str, Any]) -> tuple[bool | None, str]:
+    if "signature" not in document:
+        return None, ""
+    try:
+        invalid = import_module("cryptography.exceptions").InvalidSignature
+        kind = import_module(f"{_PRIMITIVES}.asymmetric.ed25519").Ed25519PublicKey
+    except ImportError:
+        return None, f"the package cryptography is missing; {how_to_install('seal')}"
+    try:
+        public = kind.from_public_bytes(bytes.fromhex(str(document.get("public_key"))))
+        public.verify(bytes.fromhex(str(document["signature"])), _message(document))
+    except (invalid, ValueError):
+        return False, ""
+    return True, ""

@@ -1,0 +1,76 @@
+"""A sealed folder: whatever changes, comes or goes is found, and the audit names it."""
+
+import json
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cli_support import call_here
+from megatoken.runs.seal import seal, seal_state
+from run_folders import run_folder
+
+
+def sealed_findings(path: Path) -> list[dict]:
+    document = json.loads(call_here("audit", path, "--json")[1])
+    return [one for one in document["findings"] if one["id"] == "run_folder.sealed"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = run_folder(tmp_path, "run", "host", "2026-01-01T00:00:00Z").path
+    (path / "mlperf" / "mlperf_log_detail.txt").write_text(":::MLLOG {}\n")
+    return path
+
+
+def test_a_change_of_any_file_a_new_one_and_a_lost_one_are_named(folder):
+    seal(folder)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    draw = random.Random(4)
+    for name in names:
+        if name == "seal.json":
+            continue
+        path = folder / name
+        content = path.read_bytes()
+        changed = bytearray(content)
+        changed[draw.randrange(len(changed))] ^= 1
+        path.write_bytes(changed)
+        assert (seal_state(folder).changed, seal_state(folder).whole) == ((name,), False)
+        path.unlink()
+        assert seal_state(folder).removed == (name,)
+        path.write_bytes(content)
+        assert seal_state(folder).whole
+    (folder / "note.txt").write_text("new")
+    (folder / "link").symlink_to("note.txt")
+    assert seal_state(folder).added == ("link", "note.txt")
+
+
+def test_the_audit_names_the_file_and_ends_with_3(folder):
+    assert call_here("seal", folder)[0] == 0
+    (finding,) = sealed_findings(folder)
+    assert finding["severity"] == "pass" and "not signed" in finding["found"]
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text() + "# longer\n")
+    (folder / "more.txt").write_text("new")
+    (finding,) = sealed_findings(folder)
+    assert finding["severity"] == "fail" and "changed: config.yaml; added: more.txt" in finding["found"]
+    assert call_here("audit", folder)[0] == 3
+
+
+def test_a_signature_holds_for_its_statement_and_key_alone(folder, tmp_path):
+    pytest.importorskip("cryptography", reason="signatures need the extra seal")
+    key = tmp_path / "key.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True, capture_output=True)
+    document = seal(folder, key)
+    assert seal_state(folder).signature is True
+    (folder / "config.yaml").write_text("engine: {}\n")
+    forged = seal(folder)  # a new manifest under the old signature
+    (folder / "seal.json").write_text(json.dumps({**document, "files": forged["files"]}))
+    assert (seal_state(folder).signature, seal_state(folder).changed) == (False, ())
+
+
+def test_a_folder_that_is_no_run_and_a_key_that_is_none_are_refused_in_one_line(folder, tmp_path):
+    assert call_here("seal", tmp_path)[0] == 2
+    (tmp_path / "key.pem").write_text("no key")
+    code, _, err = call_here("seal", folder, "--key", tmp_path / "key.pem")
+    assert code == 2 and err.count("\n") == 1 and not (folder / "seal.json").exists()
