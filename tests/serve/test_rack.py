@@ -203,3 +203,18 @@ def test_a_limit_of_a_key_is_one_limit_for_the_whole_rack(tmp_path: Path) -> Non
             connection.close()
         assert most == 2
         assert statuses == {200: 5, 429: 1}
+
+
+def test_a_hung_replica_and_the_router_are_started_again() -> None:
+    patience = ("--rack.dead-after-seconds", "1", "--rack.reconnect-seconds", "2")
+    with running(*MOCK, *RACK, "2", "--restart", "true", *patience) as server:
+        os.kill(pid_of_engine(server, "0"), signal.SIGSTOP)
+        server.wait_for_line("replica 0: ended by SIGKILL; it is started again")
+        wait_until(lambda: health(server)["status"] == "ready", "another is in its place", 60)
+        stream = Client(server, 500, stream=True)
+        wait_until(lambda: b"data: " in stream.data, "it streams")
+        os.kill(server.child("router_process"), signal.SIGKILL)
+        assert b"the engine stopped" in stream.answer().body
+        server.wait_for_line("the router process was ended by SIGKILL")
+        wait_until(lambda: health(server)["status"] == "ready", "all are there again", 60)
+        assert tokens_of(Client(server, 3, stream=True).answer()) == 3
