@@ -31,7 +31,7 @@ from megatoken.serve.messages import (
     frame,
     pickled,
 )
-from megatoken.serve.metrics import EngineReport, Metrics
+from megatoken.serve.metrics import EngineCounters, EngineReport, Metrics
 from megatoken.serve.tenants import Tenant
 
 STUCK_SECONDS = 10.0
@@ -247,6 +247,41 @@ class Hub:
         self._steps.extend(steps)
         self._take_steps()
 
+    def take_tokens(self, label: str, request_ids: Sequence[int], token_ids: Sequence[int], now: float) -> None:
+        """Take one token of each request; ids of ended ones pass. The next ``take_steps`` sends what this collects."""
+        before = self._last_steps.get(label, 0.0)
+        self._last_step = self._last_steps[label] = now
+        entries = self._entries
+        counters = self.metrics.engine(label)
+        latencies = counters.histograms["inter_token_latency_seconds"]
+        of_step_before = 0
+        served: dict[str, list[Entry]] = {}
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            entry = entries.get(request_id)
+            if entry is None:
+                continue
+            if not entry.generated:
+                entry.engine = label
+                self._started(entry, 0, now)
+            elif entry.last == before:
+                of_step_before += 1
+            else:
+                latencies.observe(now - entry.last)
+            entry.last = now
+            entry.generated += 1
+            name = entry.tenant.name
+            if name in served:
+                served[name].append(entry)
+            else:
+                served[name] = [entry]
+            if entry.link is not None:
+                entry.link.collect_token(entry.client_id, token_id)
+        latencies.observe(now - before, of_step_before)
+        for name, entries_of in served.items():
+            self._charge(counters, name, entries_of[0].tenant, len(entries_of))
+        for link in self._links:
+            link.end_step()
+
     def start_over(self, request_id: int) -> bool:
         """Whether a request that its engine has lost can be computed again: its client has seen nothing of it."""
         entry = self._entries[request_id]
@@ -296,7 +331,7 @@ class Hub:
                     latencies.observe(ended - entry.last)
                 else:
                     entry.engine = label
-                    self._started(entry, event, ended)
+                    self._started(entry, event.cached_tokens, ended)
                 entry.last = ended
                 entry.generated += count
                 name = entry.tenant.name
@@ -312,9 +347,7 @@ class Hub:
                 link.collect(entry.client_id, event)
         latencies.observe(ended - before, of_step_before)
         for name, tokens in served.items():
-            counters.generation_tokens += tokens
-            self.metrics.tenant(name).generation_tokens += tokens
-            self._queue.served(tenants[name], tokens)
+            self._charge(counters, name, tenants[name], tokens)
         for link in self._links:
             link.end_step()
         if self._rack:  # whose replicas report their totals once a second
@@ -324,15 +357,20 @@ class Hub:
             counters.histograms["iteration_tokens_total"].observe(computed - self._computed_tokens)
             self._computed_tokens = computed
 
-    def _started(self, entry: Entry, event: TokenEvent, now: float) -> None:
+    def _charge(self, counters: EngineCounters, name: str, tenant: Tenant, tokens: int) -> None:
+        counters.generation_tokens += tokens
+        self.metrics.tenant(name).generation_tokens += tokens
+        self._queue.served(tenant, tokens)
+
+    def _started(self, entry: Entry, cached_tokens: int, now: float) -> None:
         entry.first = now
         self._queue.started(entry.tenant, entry.prompt_tokens)
         tenant = self.metrics.tenant(entry.tenant.name)
         tenant.ttft.observe(now - entry.arrival)
         tenant.prompt_tokens += entry.prompt_tokens
-        tenant.cached_tokens += event.cached_tokens
-        if event.cached_tokens:
-            self._queue.refund(entry.tenant, event.cached_tokens)
+        tenant.cached_tokens += cached_tokens
+        if cached_tokens:
+            self._queue.refund(entry.tenant, cached_tokens)
         counters = self.metrics.engine(entry.engine)
         counters.prompt_tokens += entry.prompt_tokens
         counters.histograms["time_to_first_token_seconds"].observe(now - entry.arrival)

@@ -97,10 +97,14 @@ class Link(asyncio.Protocol):
     def collect(self, client_id: int, event: TokenEvent) -> None:
         """Add an event to the frame of this step."""
         if event.is_one_token:
-            self._request_ids.append(client_id)
-            self._token_ids.append(event.token_ids[0])
+            self.collect_token(client_id, event.token_ids[0])
         else:
             self._others.append(event._replace(request_id=client_id))
+
+    def collect_token(self, client_id: int, token_id: int) -> None:
+        """Add one token and nothing else to the frame of this step."""
+        self._request_ids.append(client_id)
+        self._token_ids.append(token_id)
 
     def end_step(self) -> None:
         """Make the frame of this step."""

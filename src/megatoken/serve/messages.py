@@ -198,14 +198,18 @@ def step_frame(request_ids: list[int], token_ids: list[int], others: Sequence[To
     return frame(Kind.STEP, marshal.dumps((request_ids, token_ids, rest)))
 
 
+def step_parts(payload: bytes) -> tuple[list[int], list[int], list[TokenEvent]]:
+    """The arguments of ``step_frame``."""
+    request_ids, token_ids, rest = marshal.loads(payload)
+    return request_ids, token_ids, [TokenEvent(*event) for event in unpickled(rest)] if rest else []
+
+
 def step_events(payload: bytes) -> Iterator[TokenEvent]:
     """The events of a frame made by ``step_frame``."""
-    request_ids, token_ids, rest = marshal.loads(payload)
+    request_ids, token_ids, others = step_parts(payload)
     for request_id, token_id in zip(request_ids, token_ids, strict=True):
         yield TokenEvent(request_id, (token_id,), None)
-    if rest:
-        for event in unpickled(rest):
-            yield TokenEvent(*event)
+    yield from others
 
 
 class FrameReader:

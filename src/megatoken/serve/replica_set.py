@@ -34,7 +34,7 @@ from megatoken.serve.messages import (
     Submission,
     Unavailable,
     pickled,
-    step_events,
+    step_parts,
     unpickled,
 )
 from megatoken.serve.metrics import QUEUE, EngineReport
@@ -348,9 +348,19 @@ class ReplicaSet:
         self._hub.end_all(message)
         self._hub.take_steps([_step(ends, QUEUE)])
 
-    def take(self, steps: list[Step]) -> None:
-        """Hand out what a replica sent."""
-        self._hub.take_steps(steps)
+    def take(
+        self, link: ReplicaLink, request_ids: Sequence[int], token_ids: Sequence[int], others: list[TokenEvent]
+    ) -> None:
+        """Take what a step of a replica brought: single tokens, and all other events. ``flush`` sends it on."""
+        if request_ids:
+            self._hub.take_tokens(link.label, request_ids, token_ids, link.heard)
+        if others:
+            self._hub.take_steps([_step(others, link.label)])
+
+    def flush(self) -> None:
+        """Send on what was taken, and hand over what may run now."""
+        if self._router is not None:
+            self._hub.take_steps([])
 
 
 class ReplicaLink(asyncio.Protocol):
@@ -381,19 +391,15 @@ class ReplicaLink(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take events and statuses."""
         self.heard = time.monotonic()
-        steps = []
         for kind, payload in self._reader.feed(data):
             if self.lost:
                 return
             if kind is Kind.STEP:
-                steps.append(_step(self._events(payload), self.label))
+                request_ids, token_ids, others = step_parts(payload)
+                self._replicas.take(self, request_ids, token_ids, self._events(others))
             elif kind is Kind.STATUS:
-                if steps:
-                    self._replicas.take(steps)
-                    steps = []
                 self._replicas.heard(self, Status(*unpickled(payload)))
-        if steps:
-            self._replicas.take(steps)
+        self._replicas.flush()
 
     def connection_lost(self, error: Exception | None) -> None:
         """The replica has gone."""
@@ -420,11 +426,11 @@ class ReplicaLink(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
-    def _events(self, payload: bytes) -> list[TokenEvent]:
+    def _events(self, others: list[TokenEvent]) -> list[TokenEvent]:
         """Those of requests that it has; without the errors of an engine that ends, which its status reports."""
         events = []
         held = self.open
-        for event in step_events(payload):
+        for event in others:
             if event.request_id not in held or isinstance(event.error, Unavailable):
                 continue
             if event.finish_reason is not None:
