@@ -72,3 +72,12 @@ def test_taken_apart_is_the_same_as_parsed(
         return
     answer.take_pieces(found, array("q", range(1, len(reads) + 1)))
     assert parsed is not None and state(answer) == state(parsed)
+
+
+def test_text_that_is_no_json_string_is_refused_at_once() -> None:
+    """A pattern that can match one run of characters in several ways would try for years."""
+    answer = one_by_one([frame("first")], chunked=False)
+    assert answer is not None
+    for piece in ("é" * 60 + "\\x", "a" * 60 + "\\", "\\n" * 40 + 'é"'):
+        read = answer.head + piece.encode() + answer.tail + b"\n\n"
+        assert take_apart([read] * 3, answer.head, answer.tail, chunked=False) is None
