@@ -58,17 +58,21 @@ def qualify_gpus(
             if progress:
                 progress(sum(done.values()), len(gpus) * len(own) + len(shared))
 
-        chosen = own if gpu != gpus[0] else [*own, *shared]
         suffix = "" if gpu == gpus[0] else f"{MARK}{gpu}"
-        yield from qualify(
-            chosen, setting, device, full=full, baseline=baseline, gpu=gpu, suffix=suffix, progress=report
-        )
+        yield from qualify(own, setting, device, full=full, baseline=baseline, gpu=gpu, suffix=suffix, progress=report)
+
+    def all_of_them(more: Sequence[Mapping[str, Any]], *, complete: bool) -> dict[str, Any]:
+        ordered = {name: documents[name] for name in gpus if name in documents}
+        document = joined(ordered, "GPU", expected=len(gpus), seconds=time.monotonic() - began, more=more)
+        return document | {"complete": complete and document["complete"]}
 
     began = time.monotonic()
     for gpu, document in _at_once(gpus, of) if together else _in_turn(gpus, of):
         documents[gpu] = document
-        ordered = {name: documents[name] for name in gpus if name in documents}
-        yield joined(ordered, "GPU", expected=len(gpus), seconds=time.monotonic() - began)
+        yield all_of_them((), complete=not shared)
+    if shared:  # after the others, so that no GPU has other work
+        for document in qualify(shared, setting, device, full=full, baseline=baseline):
+            yield all_of_them(document["tests"], complete=document["complete"])
 
 
 def _in_turn(
