@@ -304,6 +304,7 @@ def users_plan(values: tuple[float, ...], talk: Talk, phases: Phases, prepared: 
     size = model.shape.vocabulary_size if model.shape else 0
     if longest is not None:
         talk = replace(talk, conversations=_that_fit(talk, longest, prepared.tokenizer))
+    phases = replace(phases, warm_up_seconds=phases.warm_up_seconds + talk.think_seconds)  # until all users have begun
     return UsersPlan(values, talk, phases, medium, prepared.tokenizer, size, longest)
 
 
