@@ -221,7 +221,7 @@ class ModelConfig:
         return self.linear_parameters - idle * self.expert_parameters
 
 
-FAIR_SLOWDOWN = 2.0
+FAIR_SLOWDOWN = 1.15
 """How many times as long prompts of other groups may make a step while a group asks for less than its share."""
 
 
