@@ -26,6 +26,7 @@ from megatoken.cli import (
     qualify,
     quantize,
     report,
+    rerun,
     run,
     seal,
     serve,
@@ -66,6 +67,7 @@ app.command(cls=serve.ServeCommand)(serve.serve)
 app.command(cls=Command)(qualify.qualify)
 app.command(cls=Command)(doctor.doctor)
 app.command(cls=Command)(quantize.quantize)
+app.command(cls=Command)(rerun.rerun)
 app.command(cls=check.CheckCommand)(check.check)
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(seal.seal)

@@ -47,9 +47,16 @@ def take_inventory() -> dict[str, Any]:
         "gpus": found,
         "logged_xids": logged_xids() if found else None,
         "packages": {"megatoken": __version__, **{name: _version(name) for name in PACKAGES}},
+        "all_packages": all_packages(),
         "source": source_revision(Path(__file__).parent),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def all_packages() -> dict[str, str]:
+    """Every package that is installed where this process imports from, with its version, by name."""
+    found = ((part.metadata["Name"], part.version) for part in metadata.distributions())
+    return dict(sorted((str(name), version) for name, version in found if name))
 
 
 def peak_memory_bytes() -> int | None:

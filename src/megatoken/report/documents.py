@@ -24,6 +24,7 @@ KINDS = (
     "sweep_comparison",
     "qualify",
     "check",
+    "rerun",
     "accuracy_against",
     *PLANS,
 )

@@ -12,6 +12,7 @@ from megatoken.report.views.limits import check_view
 from megatoken.report.views.plan import plan_view
 from megatoken.report.views.qualify import qualify_view
 from megatoken.report.views.repeats import repeats_view
+from megatoken.report.views.rerun import rerun_view
 from megatoken.report.views.run import run_view
 from megatoken.report.views.sweep import sweep_comparison_view, sweep_view
 
@@ -25,6 +26,7 @@ VIEWS = {
     "comparison": comparison_view,
     "qualify": qualify_view,
     "repeats": repeats_view,
+    "rerun": rerun_view,
     "sweep": sweep_view,
     "sweep_comparison": sweep_comparison_view,
 }

@@ -1,0 +1,124 @@
+"""``megatoken rerun``: whether the same run can be made here and now, and whether its rate comes out the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatoken.analysis.comparison import ratio_interval
+from megatoken.analysis.series import tokens_per_second_within
+from megatoken.config import RunConfig, load_run_config
+from megatoken.errors import UsageError
+from megatoken.files import plain
+from megatoken.hardware.inventory import take_inventory
+from megatoken.harness.command import measure
+from megatoken.harness.prepare import Prepared, resolve
+from megatoken.harness.progress import Progress
+from megatoken.harness.run import run_scenario
+from megatoken.mlperf.rounds import DEFAULT_ROUND, round_seeds
+from megatoken.runs.plan_hash import plan_differences, plan_hash, plan_of, plan_of_run
+from megatoken.runs.run import CONFIG, Run, read_run
+from megatoken.targets import Target
+from megatoken.text import utc_now
+
+SCHEMA_VERSION = 1
+SPANS = 10  # of the rated time, whose rates give an interval
+SCENARIOS = ("offline", "server", "interactive", "singlestream")
+RULE = (
+    f"the rates agree if 1 lies in the 95 % interval of their ratio (Welch's t on the logarithms of the output rates of"
+    f" {SPANS} equal spans of each run)"
+)
+
+
+def check_plan(path: Path, progress: Progress) -> dict[str, Any]:
+    """The document on whether the run ``path`` would be the same run here and now; reads the model, computes nothing.
+
+    Raises:
+        UsageError: it is no run folder of ``megatoken run``, or what it used cannot be used here.
+    """
+    run, config = _read(path)
+    prepared, _ = measure(config, _unused, progress, dry_run=True)
+    return _document(run, plan_of_run(run), _plan_now(prepared), None)
+
+
+def rerun(path: Path, progress: Progress, out: Path | None = None) -> tuple[dict[str, Any], Path]:
+    """Make the run ``path`` again, in ``out`` or next to it; returns the comparison and the new folder.
+
+    Raises:
+        UsageError: as ``check_plan``.
+    """
+    run, config = _read(path)
+    config = config.model_copy(update={"out": out or path.absolute().parent})
+
+    def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
+        facts, tokenizer = prepared.facts(), prepared.tokenizer
+        return run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
+
+    _, folder = measure(config, test, progress)
+    assert folder is not None  # not a dry run
+    again = read_run(folder)
+    return _document(run, plan_of_run(run), plan_of_run(again), again), folder
+
+
+def _unused(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
+    raise AssertionError("a dry run runs nothing")
+
+
+def _read(path: Path) -> tuple[Run, RunConfig]:
+    run = read_run(path)
+    if run.result.get("scenario") not in SCENARIOS or run.config.get("find_rate") or run.config.get("repeat", 1) != 1:
+        raise UsageError(f"{path}: not one test of megatoken run; give one of its run folders, or repeat the command")
+    return run, load_run_config(path / CONFIG, {})
+
+
+def _plan_now(prepared: Prepared) -> dict[str, str]:
+    config = resolve(prepared.config, prepared.model.memory)
+    seeds = round_seeds()[config.rules or DEFAULT_ROUND]._asdict()
+    return plan_of(config.model_dump(mode="json"), prepared.facts(), take_inventory(), seeds)
+
+
+def _document(run: Run, then: dict[str, str], now: dict[str, str], again: Run | None) -> dict[str, Any]:
+    differences = plan_differences(then, now)
+    rates = None if again is None else _rates(run, again)
+    document: dict[str, Any] = plain(
+        {
+            "kind": "rerun",
+            "schema_version": SCHEMA_VERSION,
+            "created_at": utc_now(),
+            "title": f"Re-run of {run.path.name}",
+            "inputs": [run.path, *([again.path] if again else [])],
+            "notes": [],
+            "plan_sha256": {"then": plan_hash(then), "now": plan_hash(now)},
+            "equal": not differences,
+            "differences": differences,
+            "rates": rates,
+        }
+    )
+    return document
+
+
+def _rates(run: Run, again: Run) -> dict[str, Any]:
+    rates = [one.result.get("output_tokens_per_second") for one in (run, again)]
+    interval = ratio_interval(_span_rates(again), _span_rates(run))
+    return {
+        "then_output_tokens_per_second": rates[0],
+        "now_output_tokens_per_second": rates[1],
+        "ratio": rates[1] / rates[0] if rates[0] and rates[1] else None,
+        "ratio_low": interval[0] if interval else None,
+        "ratio_high": interval[1] if interval else None,
+        "agree": interval[0] <= 1 <= interval[1] if interval else None,
+        "rule": RULE,
+    }
+
+
+def _span_rates(run: Run) -> Sequence[float]:
+    seconds = run.result.get("rated_seconds")
+    if not seconds or len(run.series) < SPANS:
+        return []
+    edges = np.linspace(0.0, float(seconds), SPANS + 1)
+    rates = [tokens_per_second_within(run.series, float(start), float(end)) for start, end in pairwise(edges)]
+    return [rate for rate in rates if rate]

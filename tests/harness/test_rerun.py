@@ -1,0 +1,74 @@
+"""A re-run: equal on the same machine; another package, row, seed or byte is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli_support import call_here, make_checkpoint
+from megatoken.runs.plan_hash import plan_differences, plan_hash, plan_of_run
+from megatoken.runs.run import read_run
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rerun")
+    model, prompts = make_checkpoint(folder / "model"), folder / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{"a" * (3 + i)}", "max_tokens": 20}}\n' for i in range(8)))
+    flags = ("--model", model, "--prompts", prompts, "--samples", 40, "--warm-up", 0.1, "--engine.threads", 1)
+    assert call_here("run", *flags, "--precision", "fp32", "--out", folder / "runs")[0] == 0
+    return next((folder / "runs").iterdir())
+
+
+def differences(*arguments: object) -> tuple[int, dict[str, tuple]]:
+    code, out, _ = call_here("rerun", *arguments, "--json")
+    document = json.loads(out)
+    return code, {one["key"]: (one["then"], one["now"]) for one in document["differences"]}
+
+
+def test_the_same_machine_would_run_the_same_and_does(original: Path, tmp_path: Path) -> None:
+    assert differences(original, "--check") == (0, {})
+    code, out, _ = call_here("rerun", original, "--out", tmp_path, "--json")
+    document = json.loads(out)
+    assert document["equal"] and document["plan_sha256"]["then"] == document["plan_sha256"]["now"]
+    assert code == (3 if document["rates"]["agree"] is False else 0)
+    (again,) = tmp_path.iterdir()
+    assert plan_differences(plan_of_run(read_run(original)), plan_of_run(read_run(again))) == []
+
+
+def test_another_package_seed_and_machine_are_named(original: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(original, tmp_path / "copy")
+    environment = json.loads((copy / "environment.json").read_text())
+    assert len(environment["all_packages"]) > 20
+    environment["all_packages"]["numpy"] = "0.9"
+    environment["cpu"]["model"] = "another"
+    (copy / "environment.json").write_text(json.dumps(environment))
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("\nseed: 0\n", "\nseed: 5\n"))
+    then, now = plan_of_run(read_run(original)), plan_of_run(read_run(copy))
+    assert plan_hash(then) != plan_hash(now)
+    assert {one["key"] for one in plan_differences(then, now)} == {"packages.numpy", "machine.cpu", "config.seed"}
+    code, found = differences(copy, "--check")  # the seed is then that of the folder
+    assert code == 3 and set(found) == {"packages.numpy", "machine.cpu"} and found["packages.numpy"][0] == "0.9"
+
+
+def test_another_row_and_another_byte_of_a_weight_are_named(original: Path) -> None:
+    config = read_run(original).config
+    prompts, weights = Path(config["prompts"]), Path(config["model"]) / "model.safetensors"
+    text, content = prompts.read_text(), weights.read_bytes()
+    prompts.write_text(text.replace("aaaa", "aaba", 1))
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    try:
+        code, found = differences(original, "--check")
+    finally:
+        prompts.write_text(text)
+        weights.write_bytes(content)
+    assert code == 3
+    assert set(found) == {
+        *("identity.weights", "identity.weights_sha256", "identity.data_set_sha256", "identity.rows_sha256"),
+    }
+
+
+def test_what_is_no_single_run_is_refused(tmp_path: Path) -> None:
+    assert call_here("rerun", tmp_path, "--check")[0] == 2
