@@ -81,6 +81,8 @@ class Connection(asyncio.Protocol):
             self._reply({})
         elif path == "/record":
             self._reply(self._server.record)
+        elif path == "/health":
+            self._reply({})
         elif path.endswith("/models"):
             self._reply({"object": "list", "data": [{"id": "reference", "object": "model"}]})
         elif path.endswith("completions"):
