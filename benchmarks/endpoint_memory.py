@@ -14,6 +14,7 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from megatoken.targets.endpoint.observations import Observations
 from megatoken.targets.endpoint.target import TEXTS_LATER
 
 RATE = 20_000  # requests/s
-FACTS = {"model": "m", "precision": None, "rules_unmet": []}
+FACTS: dict[str, Any] = {"model": "m", "precision": None, "rules_unmet": []}
 
 
 def peak_gigabytes() -> float:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 BLANK_LINE = b"\n\n"  # after each frame
 BLANK_LINE_AND_CHUNK = b"\n\n\r\n"  # where each frame is a chunk of HTTP's chunked encoding
-# Whole characters and escapes of JSON strings, with a null byte, which no JSON has, between two of them. Possessive: what
-# does not match would take exponential time otherwise.
+# Whole characters and escapes of JSON strings, with a null byte, which no JSON has, between two of them. Possessive:
+# what does not match would take exponential time otherwise.
 _STRINGS = re.compile(rb'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrtu])++(?:\x00(?:[^"\\\x00-\x1f]++|\\["\\/bfnrtu])++)*+')
 _NO_STRING = re.compile(rb'["\x00-\x1f]')
 
