@@ -191,7 +191,7 @@ class EndpointBackend:
             AnswerError: it gives another answer.
         """
         longest = self._config.endpoint.start_seconds
-        deadline = time.monotonic() + longest
+        deadline, reported = time.monotonic() + longest, False
         while True:
             try:
                 return question()
@@ -203,7 +203,9 @@ class EndpointBackend:
                         f"--endpoint {error}; not ready after {longest:g} s: look at its log, or raise"
                         " --endpoint.start_seconds"
                     ) from None
-                self._reporter.stage(f"waiting for {address.name} to be ready, at most {longest:g} s")
+                if not reported:
+                    self._reporter.stage(f"waiting for {address.name} to be ready, at most {longest:g} s")
+                    reported = True
                 time.sleep(LOOK_SECONDS)
 
     def _gives_ids(self, name: str) -> bool:
