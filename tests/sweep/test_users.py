@@ -77,19 +77,19 @@ def test_files_of_conversations(tmp_path: Path) -> None:
     file = tmp_path / "share.json"
     turns = [{"from": "human", "value": "one two"}, {"from": "gpt", "value": "a b c"}, {"from": "human", "value": "x"}]
     file.write_text(json.dumps([{"conversations": turns}, {"conversations": [{"from": "gpt", "value": "no"}]}]))
-    read = read_conversations(file, lambda text: len(text.split()))
+    read = read_conversations(file).counted(lambda text: len(text.split()))
     assert read.conversations == (Conversation((Turn(2, 3, "one two"), Turn(1, 128, "x"))),)
     assert "1 conversation without a turn" in read.notes[0]
     lines = tmp_path / "chat.jsonl"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "abcdefgh"}]
     lines.write_text(json.dumps({"messages": messages}))
-    read = read_conversations(lines, None)
+    read = read_conversations(lines).counted(None)
     assert read.conversations == (Conversation((Turn(2, 128, "abcdefgh"),), "s"),)
     assert "estimated" in read.notes[0]
     for bad in ("[", "[]", '[{"conversations": [3]}]'):
         file.write_text(bad)
         with pytest.raises(DatasetError, match=r"share\.json"):
-            read_conversations(file, None)
+            read_conversations(file)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ def qualify(
         raise UsageError("--quick and --full: give one of them")
     device = device_here()
     chosen = choose(TESTS[device], tests.split(",") if tests else (), full=full)
+    if not disk.is_dir():
+        raise UsageError(f"--disk {disk}: no such folder; name a folder on the disk to test")
     setting = replace(SETTINGS[device][full], folder=disk)
     check_place(out, "qualify")
     if compare is not None:

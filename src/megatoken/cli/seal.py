@@ -8,6 +8,7 @@ from typing import Annotated
 from megatoken.cli.flags import flag, place
 from megatoken.cli.streams import standard_output
 from megatoken.errors import ExitCode
+from megatoken.text import count_of
 
 
 def seal(
@@ -21,5 +22,5 @@ def seal(
     document = sealed(path, key)
     with standard_output(f"the seal is {path / SEAL}"):
         by = f", signed by {document['public_key']}" if "public_key" in document else ", not signed"
-        print(f"Sealed {len(document['files']):,} files{by}: {path / SEAL}")
+        print(f"Sealed {count_of(len(document['files']), 'file')}{by}: {path / SEAL}")
     return ExitCode.OK

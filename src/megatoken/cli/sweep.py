@@ -163,6 +163,7 @@ def _talk(
     others: Sequence[object],
 ) -> tuple[RunConfig, Test]:
     """A sweep over numbers of users, and its configuration."""
+    from megatoken.datasets.conversations import read_conversations
     from megatoken.harness.sweep.plan import values_of
     from megatoken.harness.sweep.point import Phases
     from megatoken.planning.workloads import load_profiles
@@ -177,12 +178,12 @@ def _talk(
         raise UsageError("--shared-prefix: from 0 to 1,000,000 tokens")
     values = values_of("--users", users, whole=True)
     chosen = load_profiles(None, [profile])[0] if profile is not None else None
+    recorded = read_conversations(conversations) if conversations is not None else None
     phases = Phases(settle, 10.0 if window is None else window)
     if config.endpoint.urls is not None and config.endpoint.api is None and config.model == REFERENCE:
         config = config.model_copy(update={"endpoint": config.endpoint.model_copy(update={"api": "chat"})})
 
     def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
-        from megatoken.datasets.conversations import read_conversations
         from megatoken.harness.sweep.ruled import with_tokenizer
         from megatoken.harness.sweep.sweep import run_sweep
         from megatoken.harness.sweep.users import Talk, users_plan
@@ -195,9 +196,9 @@ def _talk(
             said = profile_conversations(chosen, config.seed)
             mean, pause = (chosen.tool_seconds, chosen.think_seconds) if think is None else (think, think)
         else:
-            assert conversations is not None
+            assert recorded is not None
             count = (lambda text: len(tokenizer.encode(text, add_special=False))) if tokenizer else None
-            said, mean = read_conversations(conversations, count), think or 0.0
+            said, mean = recorded.counted(count), think or 0.0
         talk = Talk(said, mean, pause, shared_prefix)
         return run_sweep(prepared, config, users_plan(values, talk, phases, prepared, target), target, progress)
 

@@ -54,12 +54,45 @@ class Conversations:
     notes: tuple[str, ...] = ()
 
 
-def read_conversations(path: Path, count: Callable[[str], int] | None) -> Conversations:
-    """Reads a file; conversations without a turn of a user are left out, which a note counts.
+@dataclass(frozen=True, slots=True)
+class RecordedConversations:
+    """The texts of a file, whose tokens are not counted yet: that needs the model's tokenizer."""
 
-    Args:
-        path: ShareGPT, or JSON lines.
-        count: tokens of a text; None: a token for every four characters, which a note says.
+    path: Path
+    content_hash: str
+    conversations: tuple[_Texts, ...]
+    left_out: int
+
+    def counted(self, count: Callable[[str], int] | None) -> Conversations:
+        """The conversations with their lengths in tokens.
+
+        Args:
+            count: tokens of a text; None: a token for every four characters, which a note says.
+        """
+        tokens = count or (lambda words: math.ceil(len(words) / CHARACTERS_PER_TOKEN))
+
+        def turn(asked: str, answer: str | None) -> Turn:
+            return Turn(tokens(asked), ANSWER_TOKENS if answer is None else max(1, tokens(answer)), asked)
+
+        found = tuple(Conversation(tuple(turn(*pair) for pair in one.turns), one.system) for one in self.conversations)
+        notes = []
+        if self.left_out:
+            notes.append(f"{count_of(self.left_out, 'conversation')} without a turn of a user left out")
+        if count is None:
+            notes.append(f"lengths of answers are estimated: a token for every {CHARACTERS_PER_TOKEN} characters")
+        return Conversations(self.path.name, str(self.path), self.content_hash, found, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """One conversation: what the user says in each turn with the recorded answer, and the system's text."""
+
+    turns: tuple[tuple[str, str | None], ...]
+    system: str | None
+
+
+def read_conversations(path: Path) -> RecordedConversations:
+    """Reads ShareGPT, or JSON lines; conversations without a turn of a user are left out, which a note counts.
 
     Raises:
         DatasetError: the file cannot be read, or holds no conversation.
@@ -67,24 +100,17 @@ def read_conversations(path: Path, count: Callable[[str], int] | None) -> Conver
     try:
         text, _ = read_text(path, MOST_BYTES)
     except UnreadableError as error:
-        raise DatasetError(f"{path}: {error}") from None
-    tokens = count or (lambda words: math.ceil(len(words) / CHARACTERS_PER_TOKEN))
+        raise DatasetError(f"{path}: {error}; give ShareGPT, or JSON lines of messages") from None
     found, left_out = [], 0
     for place, messages in _recorded(path, text):
-        conversation = _conversation(place, messages, tokens)
+        conversation = _conversation(place, messages)
         if conversation is None:
             left_out += 1
         else:
             found.append(conversation)
     if not found:
         raise DatasetError(f"{path}: no conversation with a turn of a user; expected ShareGPT, or lines of messages")
-    notes = []
-    if left_out:
-        notes.append(f"{count_of(left_out, 'conversation')} without a turn of a user left out")
-    if count is None:
-        notes.append(f"lengths of answers are estimated: a token for every {CHARACTERS_PER_TOKEN} characters")
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return Conversations(path.name, str(path), digest, tuple(found), tuple(notes))
+    return RecordedConversations(path, hashlib.sha256(text.encode()).hexdigest(), tuple(found), left_out)
 
 
 def _recorded(path: Path, text: str) -> Iterator[tuple[str, list[Any]]]:
@@ -108,8 +134,8 @@ def _messages(one: Any) -> list[Any]:
     return messages if isinstance(messages, list) else []
 
 
-def _conversation(place: str, messages: list[Any], count: Callable[[str], int]) -> Conversation | None:
-    turns: list[Turn] = []
+def _conversation(place: str, messages: list[Any]) -> _Texts | None:
+    turns: list[tuple[str, str | None]] = []
     system: str | None = None
     for message in messages:
         if not isinstance(message, dict):
@@ -118,10 +144,9 @@ def _conversation(place: str, messages: list[Any], count: Callable[[str], int]) 
         if not isinstance(words, str) or not words:
             continue
         if role in HUMAN:
-            turns.append(Turn(count(words), ANSWER_TOKENS, words))
+            turns.append((words, None))
         elif role in MODEL and turns:
-            last = turns[-1]
-            turns[-1] = Turn(last.tokens, max(1, count(words)), last.text)
+            turns[-1] = (turns[-1][0], words)
         elif role in SYSTEM:
             system = words
-    return Conversation(tuple(turns), system) if turns else None
+    return _Texts(tuple(turns), system) if turns else None
