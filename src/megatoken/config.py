@@ -344,18 +344,14 @@ def keys_of(schema: type[Section]) -> dict[str, Key]:
 
 
 KEYS = keys_of(RunConfig)
-_GIVE = {
-    "": "give a YAML file of settings; a model is given with --model, prompts with --prompts",
-    "rack": "give auto, host:port or a YAML file",
-    "limits": "give a YAML file of limits, such as ttft_seconds: {p99: 2}",
-}
+_GIVE_YAML = "give a YAML file of settings; a model is given with --model, prompts with --prompts"
+_GIVE = {"rack": "give auto, host:port or a YAML file", "limits": "give a YAML file of limits"}
 _NULL = "tag:yaml.org,2002:null"
-_PLAIN_KINDS = ("bool", "int", "float", "str")
-_PLAIN_TAGS = {_NULL, *(f"tag:yaml.org,2002:{kind}" for kind in _PLAIN_KINDS)}
+_PLAIN_TAGS = {_NULL, *(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "str"))}
 
 
 def _read_yaml(path: Path, keys: Mapping[str, Key], section: str = "") -> dict[str, _Setting]:
-    root = compose(path, _GIVE[section])
+    root = compose(path, _GIVE.get(section, _GIVE_YAML))
     return {} if root is None else dict(_settings(root, str(path), keys, section))
 
 
