@@ -12,7 +12,6 @@ import torch
 
 from megatoken.engine.schemes.packed4 import Kind, Packed4, pack
 
-E8M0_NAN = 255
 _LARGEST_E8M0 = 252  # six times as much is finite in fp32
 
 

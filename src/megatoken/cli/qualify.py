@@ -63,7 +63,7 @@ def qualify(
     if quick and full:
         raise UsageError("--quick and --full: give one of them")
     device = device_here()
-    chosen = choose(TESTS[device], tests.split(",") if tests else (), full=full)
+    chosen = choose(TESTS[device], tests.split(",") if tests is not None else (), full=full)
     if not disk.is_dir():
         raise UsageError(f"--disk {disk}: no such folder; name a folder on the disk to test")
     setting = replace(SETTINGS[device][full], folder=disk)
@@ -79,7 +79,7 @@ def qualify(
                 common: dict[str, Any] = {"full": full, "baseline": baseline, "progress": progress}
                 if rack is not None:
                     more: dict[str, Any] = {"note": lambda text: print(text, file=sys.stderr), "progress": progress}
-                    documents = qualify_rack(rack, tests.split(",") if tests else (), full=full, **more)
+                    documents = qualify_rack(rack, tests.split(",") if tests is not None else (), full=full, **more)
                 elif gpus == "first" or device == "cpu":
                     documents = run(chosen, setting, device, **common)
                 else:
