@@ -324,6 +324,7 @@ sample_rows = st.builds(
     st.integers(0, 3),
     st.none() | st.text(max_size=5),
     *[st.none() | SECONDS] * 5,
+    st.none() | st.integers(0, 10**5),
 )
 
 

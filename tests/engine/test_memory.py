@@ -225,9 +225,9 @@ def test_no_plan_takes_more_than_the_machine_has() -> None:
     ("max_batched_tokens", "most"), [(1, 1), (3, 4), (64, 64), (100, 112), (520, 576), (1536, 1152)]
 )
 def test_graphs_are_planned_for_steps_that_can_come(max_batched_tokens: int, most: int) -> None:
-    """8B computes 1,142 tokens in the time of its launches, 70B 290."""
+    """8B computes 1,100 tokens in the time of its launches, 70B 280."""
     assert graph_tokens(SHAPES["llama3.1-8b"], find_scheme("fp8"), max_batched_tokens)[-1] == most
-    assert graph_tokens(SHAPES["llama2-70b"], find_scheme("fp8"), max_batched_tokens)[-1] == min(most, 304)
+    assert graph_tokens(SHAPES["llama2-70b"], find_scheme("fp8"), max_batched_tokens)[-1] == min(most, 288)
     plans = [
         plan_memory_of(
             SHAPES["llama3.1-8b"], EngineConfig(precision="fp8", max_batched_tokens=rows), "cuda", 24 * 10**9

@@ -161,6 +161,7 @@ def test_critical_errors_before_a_run_are_read_from_the_kernels_log(
     assert host_sensors.logged_xids() is None
 
 
+@pytest.mark.timing
 def test_power_over_a_time_is_from_the_energy_counter(library: StandInNvml) -> None:
     with PowerSampler("GPU-1", 0.02) as sampler:
         began = time.monotonic()

@@ -77,7 +77,7 @@ def test_a_plan_of_the_documents_rack_by_hand():
     assert one.planning == pytest.approx(rate * 0.7)
     assert one.users == pytest.approx(rate * 0.7 * 227)
     assert one.most_in_flight == pytest.approx(allowed[-1].requests * 72)
-    assert one.bound in one.why and "608 requests per replica" in one.why
+    assert one.bound in one.why and "605 requests per replica" in one.why
 
 
 def test_each_bound_can_hold():

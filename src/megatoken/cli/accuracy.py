@@ -46,7 +46,7 @@ def accuracy(
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Score the answers of an accuracy run, or compare a quantized checkpoint with its original.
+    """Score answers, or compare a checkpoint with its original.
 
     A run is scored by the metrics of MLPerf; accuracy.txt and accuracy.json are written into its folder.
     """

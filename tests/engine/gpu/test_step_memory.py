@@ -95,6 +95,7 @@ def weights_of(model: ModelConfig, form: str, *, measured: bool) -> Weights:
         gate_up=linear(2 * model.intermediate_size, hidden),
         down=linear(hidden, model.intermediate_size),
         experts=None,
+        sinks_H=None,
         cache_scales=(1.0, 1.0),
     )
     tables, shapes = bf16(LENGTH, model.head_dim), model.tensor_shapes()
