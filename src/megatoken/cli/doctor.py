@@ -19,7 +19,10 @@ def doctor(
     folder: Annotated[Path, flag("DIR", "Folder for runs, whose disk is examined.", "--out")] = Path(),
     json_only: Json = False,
 ) -> int:
-    """List what keeps this machine, or a finished run, from its best speed, and what fixes it. Changes nothing."""
+    """List what slows this machine or a run, and the fix.
+
+    It changes nothing.
+    """
     from megatoken.text import count_of
 
     if run is None:
