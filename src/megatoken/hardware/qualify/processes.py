@@ -107,15 +107,21 @@ def _work(test: HardwareTest, setting: Setting, limit_seconds: float, connection
     module, _, name = test.function.partition(":")
     fault: str | None = None
 
+    def send(message: Returned | str | None) -> None:
+        try:
+            connection.send(message)
+        except BrokenPipeError:  # the parent was interrupted, perhaps while it started this process
+            os._exit(0)
+
     def not_run(error: BaseException, enable: str) -> None:
         words = str(error).splitlines() or ["not enough memory"]
-        connection.send(Returned(NotRun(test.name, test.title, words[0], enable), None))
+        send(Returned(NotRun(test.name, test.title, words[0], enable), None))
 
     try:
         run = getattr(import_module(module), name)
         wait = CoreWait()
         for outcome in run(setting):
-            connection.send(Returned(outcome, wait.share()))
+            send(Returned(outcome, wait.share()))
             wait = CoreWait()
     except (CapacityError, MemoryError) as error:
         not_run(error, "free memory, or stop other work")
@@ -124,7 +130,7 @@ def _work(test: HardwareTest, setting: Setting, limit_seconds: float, connection
             not_run(error, "stop other work on the GPU")
         else:
             fault = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    connection.send(fault)
+    send(fault)
     connection.close()
     sys.stderr.flush()
     os._exit(0)  # a GPU that hangs while it is torn down must not keep the result
