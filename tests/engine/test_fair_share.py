@@ -162,14 +162,7 @@ class EngineOfGroups(SimulatedEngine):
 @given(sizes=SIZES, actions=st.lists(ACTION, max_size=60))
 def test_every_request_of_every_group_gets_its_tokens(sizes: dict, actions: list) -> None:
     engine = EngineOfGroups(**sizes)
-    for action in actions:
-        unfinished = [request_id for request_id, s in engine.all.items() if s.reason is None]
-        if action is None:
-            engine.step()
-        elif isinstance(action, tuple):
-            engine.add(*action)
-        elif unfinished:
-            engine.end(unfinished[action % len(unfinished)], FinishReason.CANCELLED)
+    engine.act(actions)
     engine.drain()
 
 

@@ -112,6 +112,17 @@ class SimulatedEngine:
             self.read(self.in_flight.popleft())
         return plan
 
+    def act(self, actions: list) -> None:
+        """Each of ``ACTION``: a step, another request, or the end of one that has not ended."""
+        for action in actions:
+            unfinished = [request_id for request_id, s in self.all.items() if s.reason is None]
+            if action is None:
+                self.step()
+            elif isinstance(action, tuple):
+                self.add(*action)
+            elif unfinished:
+                self.end(unfinished[action % len(unfinished)], FinishReason.CANCELLED)
+
     def drain(self) -> None:
         while self.step() is not None:
             pass
@@ -287,14 +298,7 @@ ACTION = st.one_of(st.none(), st.none(), REQUEST, REQUEST, REQUEST, st.integers(
 @given(sizes=SIZES, actions=st.lists(ACTION, max_size=60))
 def test_every_request_gets_its_tokens_whatever_happens(sizes: dict, actions: list):
     engine = SimulatedEngine(**sizes)
-    for action in actions:
-        unfinished = [request_id for request_id, s in engine.all.items() if s.reason is None]
-        if action is None:
-            engine.step()
-        elif isinstance(action, tuple):
-            engine.add(*action)
-        elif unfinished:
-            engine.end(unfinished[action % len(unfinished)], FinishReason.CANCELLED)
+    engine.act(actions)
     engine.drain()
 
 

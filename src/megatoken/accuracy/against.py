@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatoken.accuracy.decoder_check import check_decoders
 from megatoken.accuracy.decoding import AnswerDecoder
-from megatoken.accuracy.intervals import Floats, Interval, bootstrap, mcnemar, ratio, wilson
+from megatoken.accuracy.intervals import Floats, bootstrap, mcnemar, ratio, wilson
 from megatoken.accuracy.scores import Pair, check_installed, score
 from megatoken.accuracy.targets import LENGTH_TOLERANCE
 from megatoken.datasets.prompts import load_prompts
@@ -208,8 +208,8 @@ def _task(mine: Floats, theirs: Floats) -> dict[str, Any]:
     return {
         "model": float(mine.mean()),
         "against": float(theirs.mean()),
-        "difference": _plain(bootstrap(lambda a, b: a - b, mine, theirs)),
-        "ratio": _plain(bootstrap(ratio, mine, theirs)),
+        "difference": bootstrap(lambda a, b: a - b, mine, theirs)._asdict(),
+        "ratio": bootstrap(ratio, mine, theirs)._asdict(),
         "only_model_full": only_model,
         "only_against_full": only_against,
         "mcnemar_p": mcnemar(only_model, only_against),
@@ -222,9 +222,9 @@ def _lengths(mine: Sequence[Completion], theirs: Sequence[Completion]) -> dict[s
     return {
         "model": float(tokens[0].mean()),
         "against": float(tokens[1].mean()),
-        "ratio": _plain(bootstrap(ratio, *tokens)),
-        "model_ended": _plain(wilson(ended[0], len(mine))),
-        "against_ended": _plain(wilson(ended[1], len(theirs))),
+        "ratio": bootstrap(ratio, *tokens)._asdict(),
+        "model_ended": wilson(ended[0], len(mine))._asdict(),
+        "against_ended": wilson(ended[1], len(theirs))._asdict(),
     }
 
 
@@ -241,9 +241,9 @@ def _next_tokens(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> dict[str, 
     return {
         "texts": len(divergence),
         "positions": total,
-        "kl_nats": _plain(mean),
+        "kl_nats": mean._asdict(),
         "kl_largest_text_nats": max(divergence),
-        "same_best_token": _plain(wilson(same, total)),
+        "same_best_token": wilson(same, total)._asdict(),
     }
 
 
@@ -269,7 +269,3 @@ def _weights(model: Checkpoint, against: Checkpoint) -> list[dict[str, Any]]:
         }
         for part, rows in sorted(found.items())
     ]
-
-
-def _plain(interval: Interval) -> dict[str, float]:
-    return interval._asdict()

@@ -137,6 +137,11 @@ def within(answer: Mapping[str, Any]) -> bool:
     return found is None or (found <= limit if answer["at_most"] else found >= limit)
 
 
+def dollars_each(dollars_per_hour: float, per_second: float) -> float:
+    """The price of one of what a machine does so often per second."""
+    return dollars_per_hour / (SECONDS_PER_HOUR * per_second)
+
+
 def limit_documents(answers: Sequence[Judged]) -> list[dict[str, Any]]:
     """The answers as plain JSON."""
     return [asdict(one) for one in answers]
@@ -206,7 +211,7 @@ def _dollars(metric: str, part: str, observed: _Observed) -> tuple[float | None,
     rate, price = observed.rates["samples_per_second"], observed.dollars_per_hour
     if price is None:
         return None, "the price of the machine is unknown; give --dollars-per-hour"
-    return price / (SECONDS_PER_HOUR * rate) if rate else None, "the run has no rate"
+    return dollars_each(price, rate) if rate else None, "the run has no rate"
 
 
 _FIGURES: Mapping[str, Callable[[str, str, _Observed], tuple[float | None, str]]] = {

@@ -32,7 +32,6 @@ MARKS = {  # of a tool's file: text near its beginning
     "guidellm": ('"guidellm_version"',),
 }
 PERCENTILES = ("50", "90", "95", "99", "99.9")
-MEASURES = ("latency", "ttft", "tpot", "itl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,9 @@ class Rows:
 class ToolResult:
     """What one result states; None for what it does not.
 
-    ``distributions`` have minimum, mean, maximum and percentiles of ``MEASURES``, in seconds, under the names of
-    ``RunFigures``. ``sums`` are those of all requests. ``most_in_flight`` is the concurrency that was asked for.
+    ``distributions`` have minimum, mean, maximum and percentiles of latency, TTFT, TPOT and ITL, in seconds, under the
+    names of ``RunFigures``. ``sums`` are those of all requests. ``most_in_flight`` is the concurrency that was asked
+    for.
     """
 
     run: Run

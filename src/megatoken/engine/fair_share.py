@@ -177,7 +177,7 @@ class FairShare:
     @staticmethod
     def next(candidates: list[Group]) -> Group:
         """The group whose turn it is."""
-        return candidates[0] if len(candidates) == 1 else min(candidates, key=_counter)
+        return min(candidates, key=_counter)
 
     def charge(self, group: Group, prompt_tokens: int) -> None:
         """Count prompt tokens."""

@@ -328,7 +328,8 @@ def _load_data_set(config: RunConfig, model: ServedModel, tokenizer: Tokenizer |
         assert prompts is not None  # _check_backend
         return load_texts(prompts, encode=tokenizer.encode if tokenizer else None, default_max_tokens=config.max_tokens)
     vocabulary_size = model.shape.vocabulary_size
-    max_length = model.memory.max_length if model.memory else model.shape.max_positions
+    max_length = model.max_length
+    assert max_length is not None  # the shape is known
     if prompts is None:
         return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length, seed=config.seed)
     if prompts.suffix.lower() in SUFFIXES:

@@ -10,10 +10,10 @@ from typing import Any
 from megatoken.analysis.comparison import Entry
 from megatoken.analysis.limits import (
     DOLLARS,
-    SECONDS_PER_HOUR,
     Answer,
     Judged,
     asked_limits,
+    dollars_each,
     in_brief,
     judge_limits,
     limit_documents,
@@ -80,8 +80,8 @@ def request_price(run: Run, given: float | None = None) -> RequestPrice | None:
         return None
     tokens = run.result.get("output_tokens_per_second")
     return RequestPrice(
-        hour.dollars / (SECONDS_PER_HOUR * rate),
-        1e6 * hour.dollars / (SECONDS_PER_HOUR * tokens) if tokens else None,
+        dollars_each(hour.dollars, rate),
+        1e6 * dollars_each(hour.dollars, tokens) if tokens else None,
         hour.state,
         f"${precise(hour.dollars)} an hour ({hour.state}: {hour.source}) / (3,600 s x {precise(rate)} requests/s)",
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.checkpoint import Checkpoint, open_model
+from megatoken.engine.config import model_folder
 from megatoken.engine.quantized_layouts import MXFP4_BLOCK, NVFP4_BLOCK
 from megatoken.engine.schemes.fp8_weight import Fp8Weight
 from megatoken.engine.schemes.packed4 import Packed4
@@ -79,7 +80,7 @@ def quantize(
         raise UsageError(f"{directory}: only checkpoints with a tensor for each linear can be quantized; name another")
     if source.quantized is not None:
         raise UsageError(f"{directory}: is quantized already; take the edition in bf16, fp16 or fp32")
-    block = _block(source, form)
+    block, original = _block(source, form), model_folder(directory)
     with _new_folder(out) as folder:
         writer = _Writer(source, form, block, progress)
         files: dict[Path, list[str]] = {}
@@ -93,19 +94,14 @@ def quantize(
         if [path.name for path in files] != ["model.safetensors"]:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2))
-        config = {**read_json(source_folder(files) / "config.json"), "quantization_config": declaration(form, block)}
+        config = {**read_json(original / "config.json"), "quantization_config": declaration(form, block)}
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         for pattern in (*COPIED, *COPIED_TEXTS):
-            for path in source_folder(files).glob(pattern):
+            for path in original.glob(pattern):
                 if path.is_file():
                     shutil.copyfile(path, folder / path.name)
     before = sum(path.stat().st_size for path in files)
     return Quantized(out, form, block, writer.relative_errors, before, size)
-
-
-def source_folder(files: Mapping[Path, object]) -> Path:
-    """The folder of the weights."""
-    return next(iter(files)).parent
 
 
 def declaration(form: Format, block: int | None) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from megatoken.text import utc_now
 SEAL = "seal.json"
 SCHEMA_VERSION = 1
 ALGORITHM = "ed25519"
-BLOCK_BYTES = 1 << 20
 _PRIMITIVES = "cryptography.hazmat.primitives"  # imported where it is used, because it is an extra
 
 
@@ -96,11 +95,8 @@ def _files(folder: Path) -> dict[str, str]:
         if path.is_symlink():
             found[name] = hashlib.sha256(b"link " + os.fsencode(os.readlink(path))).hexdigest()  # noqa: PTH115 - as bytes
         elif path.is_file() and name != SEAL:
-            digest = hashlib.sha256()
             with path.open("rb") as file:
-                while block := file.read(BLOCK_BYTES):
-                    digest.update(block)
-            found[name] = digest.hexdigest()
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 

@@ -59,6 +59,13 @@ class ServedModel:
     files: ModelFiles | None = None
     notes: tuple[Reason, ...] = ()
 
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the longest sequence; None: unknown."""
+        if self.memory is not None:
+            return self.memory.max_length
+        return None if self.shape is None else self.shape.max_positions
+
 
 class Backend(Protocol):
     """A place that can serve. ``served`` and ``facts`` cost little; ``load`` loads the weights."""

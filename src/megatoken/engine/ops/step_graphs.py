@@ -125,11 +125,15 @@ class StepGraphs:
             longest *= LENGTH_RATIO
         size = self._sizes[bisect_left(self._sizes, tokens)]
         chunks = GRAPH_CHUNKS if prompts else 0
-        sizes = (0,) if not decodes else SAMPLES if size > SAMPLES[-1] else ()
+        rooms: tuple[int, ...] = ()
+        if not decodes:
+            rooms = (0,)
+        elif size > SAMPLES[-1]:
+            rooms = SAMPLES
         return StepShape(
             tokens=size,
             chunks=chunks,
-            samples=next((most + chunks for most in sizes if most + chunks >= samples), size + chunks),
+            samples=next((room + chunks for room in rooms if room + chunks >= samples), size + chunks),
             longest=longest,
             pages=-(-longest // self._page_size),
         )

@@ -6,6 +6,7 @@ import functools
 import operator
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -31,20 +32,25 @@ TITLE_OF_ERRORS = "Errors of memory and links, and critical errors, under load"
 TITLE = "Sustained product of a 70B layer"
 
 
-@torch.inference_mode()
-def power(setting: Setting) -> Outcomes:
-    """The gate and up product of a 70B layer for ``setting.power_seconds``: fp8, or bf16 where there is no fp8."""
+def _full_load() -> tuple[Callable[[], None], float]:
+    """Launches the gate and up product of some 70B layers, in fp8, or bf16 where there is no fp8; and its TFLOP."""
     torch.cuda.set_device(DEVICE)
     torch.manual_seed(0)
     scaling = "bf16" if gpu_obstacle(find_scheme("fp8")) else "tensor"
     product = products_of(SHAPES["llama2-70b"])[2]
     call = Weights(scaling, [product], LAYERS).call(0, TOKENS)
-    work = LAYERS * product.operations(TOKENS) / 1e12
 
     def run() -> None:
         for layer in range(LAYERS):
             call(layer)
 
+    return run, LAYERS * product.operations(TOKENS) / 1e12
+
+
+@torch.inference_mode()
+def power(setting: Setting) -> Outcomes:
+    """The gate and up product of a 70B layer for ``setting.power_seconds``: fp8, or bf16 where there is no fp8."""
+    run, work = _full_load()
     repeat_for(max(1.0, setting.power_seconds / 5), run)  # the clock settles
     name = "sustained_tflops"
     try:
@@ -81,17 +87,8 @@ def power(setting: Setting) -> Outcomes:
 @torch.inference_mode()
 def pulse(setting: Setting) -> Outcomes:
     """Idle and full load in turn, as requests arrive: the rate must come back each time, and no error may appear."""
-    torch.cuda.set_device(DEVICE)
-    torch.manual_seed(0)
-    scaling = "bf16" if gpu_obstacle(find_scheme("fp8")) else "tensor"
-    product = products_of(SHAPES["llama2-70b"])[2]
-    call = Weights(scaling, [product], LAYERS).call(0, TOKENS)
+    run, work = _full_load()
     length = min(PULSE_SECONDS, setting.power_seconds / PULSES)
-
-    def run() -> None:
-        for layer in range(LAYERS):
-            call(layer)
-
     try:
         gpu: NvmlGpu | None = nvml_gpu(device_uuid())
     except CapacityError:
@@ -103,7 +100,7 @@ def pulse(setting: Setting) -> Outcomes:
     for _ in range(PULSES):
         time.sleep(length)
         passes, elapsed = repeat_for(length, run)
-        rate.append(LAYERS * product.operations(TOKENS) / 1e12 * passes / elapsed)
+        rate.append(work * passes / elapsed)
     title = f"{PULSES} pulses of a 70B product, {length:.2g} s each after as long a pause"
     yield Value("pulse_tflops", title, "TFLOP/s", rate)
     worst = min(rate) / statistics.median(rate)

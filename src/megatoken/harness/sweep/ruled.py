@@ -148,10 +148,9 @@ class RuledPlan:
         """The requests, each with a salt."""
         model = self.prepared.model
         ids = model.prompts == "token_ids" and model.shape is not None
-        longest = model.memory.max_length if model.memory else model.shape.max_positions if model.shape else None
         size = model.shape.vocabulary_size if ids and model.shape else None
         data_set = self.prepared.data_set
-        return salted(data_set, self.salt_seed(value), vocabulary_size=size, max_length=longest)
+        return salted(data_set, self.salt_seed(value), vocabulary_size=size, max_length=model.max_length)
 
     def salt_seed(self, value: float) -> int:
         """The seed of the salts: the published one plus the concurrency, or no point would find its prompts new."""

@@ -197,12 +197,9 @@ class Users:
 
     def _fits(self, user: _User) -> bool:
         """Whether the next turn and its answer leave room."""
-        return self._roomy(user, user.talk.turns[user.turn].tokens)
-
-    def _roomy(self, user: _User, more: int) -> bool:
-        answer = user.talk.turns[user.turn].answer_tokens
+        turn = user.talk.turns[user.turn]
         length = len(user.history) if self._medium == "ids" else self._about(user)
-        return self._max_length is None or length + more + answer <= self._max_length
+        return self._max_length is None or length + turn.tokens + turn.answer_tokens <= self._max_length
 
     def _about(self, user: _User) -> int:
         """Tokens of messages: by the tokenizer, else a token a word."""
@@ -300,7 +297,7 @@ def users_plan(values: tuple[float, ...], talk: Talk, phases: Phases, prepared: 
     medium: Medium = "chat" if api in ("chat", "responses") else "text"
     if model.prompts == "token_ids" and model.shape is not None:
         medium = "ids"
-    longest = model.memory.max_length if model.memory else model.shape.max_positions if model.shape else None
+    longest = model.max_length
     size = model.shape.vocabulary_size if model.shape else 0
     if longest is not None:
         talk = replace(talk, conversations=_that_fit(talk, longest, prepared.tokenizer))
