@@ -148,6 +148,7 @@ def test_requests_wait_for_a_replica_and_the_last_death_without_restart_ends_the
         assert health(server)["share_left"] == 0.5
         last = [Client(server, 500, stream=stream) for stream in (True, False)]
         wait_until(lambda: b"data: " in last[0].data, "it streams")
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 2, "the other one has come too")
         os.kill(second, signal.SIGKILL)
         assert b'"error"' in last[0].answer().body
         assert last[1].answer().status == 503
