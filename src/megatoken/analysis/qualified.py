@@ -37,21 +37,13 @@ COPY_SHARE = 0.89
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One document of ``megatoken qualify``.
+    """One document of ``megatoken qualify``."""
 
-    Attributes:
-        source: the file.
-        name: the part: a GPU of gpu_specs.csv, or a processor.
-        values: medians by name.
-        counts: windows of each value.
-        memory_bytes: that were available.
-    """
-
-    source: str
-    name: str
-    values: Mapping[str, float]
-    counts: Mapping[str, int]
-    memory_bytes: int
+    source: str  # the file
+    name: str  # the part: a GPU of gpu_specs.csv, or a processor
+    values: Mapping[str, float]  # medians by name
+    counts: Mapping[str, int]  # windows of each value
+    memory_bytes: int  # that were available
 
     @property
     def gpu(self) -> Gpu | None:

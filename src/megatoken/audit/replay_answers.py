@@ -37,19 +37,13 @@ class UnknownError(Exception):
 
 
 class Rejudged(NamedTuple):
-    """What the answers of a run show when they are judged again.
+    """What the answers of a run show when they are judged again."""
 
-    Attributes:
-        judged: What the verdict of the run depends on; None where that is not known here.
-        problems: Every stored score, count, target and line that differs; None without logged answers.
-        unknown: Why they cannot be judged here.
-        other_ends: How the end tokens that TEST06 was verified with differ from those of the run.
-    """
-
-    judged: Judgement | None
+    judged: Judgement | None  # what the verdict of the run depends on; None where that is not known here
+    # every stored score, count, target and line that differs; None without logged answers
     problems: list[str] | None = None
-    unknown: str = ""
-    other_ends: str = ""
+    unknown: str = ""  # why they cannot be judged here
+    other_ends: str = ""  # how the end tokens that TEST06 was verified with differ from those of the run
 
 
 def judged_again(tree: Tree, path: str, run: Run, *, compliance: bool) -> Rejudged:

@@ -25,21 +25,13 @@ _NO_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A data set file without errors.
+    """A data set file without errors."""
 
-    Attributes:
-        path: The file.
-        data_set: Which of MLPerf's; None for prompts and lengths of the user.
-        input_tokens: Prompt length of each row, int64 [rows].
-        content_hash: SHA-256 of the file, for a converted file that of the original.
-        notes: What was compared, and what could not be.
-    """
-
-    path: Path
-    data_set: MlperfDataSet | None
-    input_tokens: NDArray[np.int64]
-    content_hash: str
-    notes: tuple[str, ...]
+    path: Path  # the file
+    data_set: MlperfDataSet | None  # which of MLPerf's; None for prompts and lengths of the user
+    input_tokens: NDArray[np.int64]  # prompt length of each row, int64 [rows]
+    content_hash: str  # SHA-256 of the file, for a converted file that of the original
+    notes: tuple[str, ...]  # what was compared, and what could not be
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""

@@ -22,25 +22,17 @@ _METRICS: Mapping[str, Scoring] = {"rouge": "rouge", "niah_em": "niah_em", "qa_e
 
 @dataclass(frozen=True, slots=True, eq=False)
 class References:
-    """Expected answers by row of the data set.
+    """Expected answers by row of the data set."""
 
-    Attributes:
-        path: The file.
-        texts: The answer expected of each row.
-        scorings: How each row is scored. ``summary``: ROUGE-1, -2, -L and -Lsum, as the references of llama2-70b and
-            llama3.1-8b do; ``rouge``, ``niah_em``, ``qa_em``: as the reference of llama3.1-405b does; ``exact``: the
-            same text, and ROUGE-1, -2 and -L.
-        tasks: What kind of work each row is; empty where the file does not say.
-        data_set: Name of the MLPerf data set; None for other files.
-        content_hash: As ``Dataset.content_hash`` of the same file.
-    """
-
-    path: Path
-    texts: tuple[str, ...]
+    path: Path  # the file
+    texts: tuple[str, ...]  # the answer expected of each row
+    # how each row is scored. ``summary``: ROUGE-1, -2, -L and -Lsum, as the references of llama2-70b and llama3.1-8b
+    # do; ``rouge``, ``niah_em``, ``qa_em``: as the reference of llama3.1-405b does; ``exact``: the same text, and
+    # ROUGE-1, -2 and -L.
     scorings: tuple[Scoring, ...]
-    tasks: tuple[str, ...]
-    data_set: str | None
-    content_hash: str
+    tasks: tuple[str, ...]  # what kind of work each row is; empty where the file does not say
+    data_set: str | None  # name of the MLPerf data set; None for other files
+    content_hash: str  # as ``Dataset.content_hash`` of the same file
 
 
 def load_references(path: Path) -> References:

@@ -28,30 +28,19 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """The requests of one file, by row.
+    """The requests of one file, by row."""
 
-    Attributes:
-        name: The file's name.
-        source: Where the rows come from: the path, or the comment lines of a CSV of lengths.
-        requests: One request per row, created on access.
-        content_hash: SHA-256 of the file, hexadecimal.
-        input_tokens: Prompt length of each row, int64; zeros if ``prompts_counted`` is false.
-        output_limits: ``max_tokens`` of each row, int64.
-        fills_limit: Whether the answer of each row always has ``output_limits`` tokens, bool: nothing ends it earlier.
-        notes: What was changed to make rows fit.
-        default_used: Whether a row without ``max_tokens`` got the caller's default.
-        prompts_counted: Whether the tokens of prompts are known. Only text for another tokenizer is not counted.
-    """
-
-    name: str
-    source: str
-    requests: Sequence[Request]
-    content_hash: str
-    input_tokens: NDArray[np.int64]
-    output_limits: NDArray[np.int64]
+    name: str  # the file's name
+    source: str  # where the rows come from: the path, or the comment lines of a CSV of lengths
+    requests: Sequence[Request]  # one request per row, created on access
+    content_hash: str  # SHA-256 of the file, hexadecimal
+    input_tokens: NDArray[np.int64]  # prompt length of each row, int64; zeros if ``prompts_counted`` is false
+    output_limits: NDArray[np.int64]  # ``max_tokens`` of each row, int64
+    # whether the answer of each row always has ``output_limits`` tokens, bool: nothing ends it earlier
     fills_limit: NDArray[np.bool_]
-    notes: tuple[str, ...]
-    default_used: bool = False
+    notes: tuple[str, ...]  # what was changed to make rows fit
+    default_used: bool = False  # whether a row without ``max_tokens`` got the caller's default
+    # whether the tokens of prompts are known. Only text for another tokenizer is not counted.
     prompts_counted: bool = True
 
 

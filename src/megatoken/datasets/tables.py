@@ -26,23 +26,15 @@ _PICKLED = ("llama3.1-405b", "llama2-70b")  # in this order: the first whose own
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptTable:
-    """A data set of MLPerf, by row; the row is LoadGen's sample index.
+    """A data set of MLPerf, by row; the row is LoadGen's sample index."""
 
-    Attributes:
-        path: The file.
-        data_set: The data set; also for its calibration file, or a part of it.
-        columns: The requested columns that the file has. Only ``token_lists`` and ``texts`` check the cells.
-        content_hash: SHA-256 of the file of MLCommons, also if this file was converted from it.
-        converted_from: Checksums of that file; empty if this is that file.
-        size_bytes: Size of this file.
-    """
-
-    path: Path
-    data_set: MlperfDataSet
+    path: Path  # the file
+    data_set: MlperfDataSet  # the data set; also for its calibration file, or a part of it
+    # the requested columns that the file has. Only ``token_lists`` and ``texts`` check the cells.
     columns: Mapping[Role, Sequence[object]]
-    content_hash: str
-    converted_from: Sums
-    size_bytes: int
+    content_hash: str  # SHA-256 of the file of MLCommons, also if this file was converted from it
+    converted_from: Sums  # checksums of that file; empty if this is that file
+    size_bytes: int  # size of this file
 
     @property
     def fix(self) -> str:

@@ -38,33 +38,20 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Requests that share one part of the engine.
+    """Requests that share one part of the engine."""
 
-    Attributes:
-        number: of the group among the known ones, from 0.
-        weight: its part, relative to those of other groups.
-        waiting: its queue by request id, oldest first.
-        running: how many of its requests run.
-        held_tokens: what they will have at their expected ends, while there are several groups.
-        counter: tokens computed for it, by cost, divided by its weight.
-        recent: the same, as far as it is recent.
-        backlog: share of recent tokens, of all groups, that were computed while it had a prompt left to compute.
-        heavy: it asks for all that it can get: it nearly always has a backlog.
-        light: others are active too, and it asks for less than its part.
-        last_step: the last step in which it had a request.
-    """
-
-    number: int
-    weight: float
-    waiting: OrderedDict[int, Waiting] = field(default_factory=OrderedDict)
-    running: int = 0
-    held_tokens: int = 0
-    counter: float = 0.0
-    recent: float = 0.0
+    number: int  # of the group among the known ones, from 0
+    weight: float  # its part, relative to those of other groups
+    waiting: OrderedDict[int, Waiting] = field(default_factory=OrderedDict)  # its queue by request id, oldest first
+    running: int = 0  # how many of its requests run
+    held_tokens: int = 0  # what they will have at their expected ends, while there are several groups
+    counter: float = 0.0  # tokens computed for it, by cost, divided by its weight
+    recent: float = 0.0  # the same, as far as it is recent
+    # share of recent tokens, of all groups, that were computed while it had a prompt left to compute
     backlog: float = 0.0
-    heavy: bool = False
-    light: bool = False
-    last_step: int = 0
+    heavy: bool = False  # it asks for all that it can get: it nearly always has a backlog
+    light: bool = False  # others are active too, and it asks for less than its part
+    last_step: int = 0  # the last step in which it had a request
 
     def put_back(self, request_id: int, request: Waiting) -> None:
         """Make a request the first in the queue."""

@@ -19,13 +19,9 @@ from megatoken.engine.step_plan import StepPlan
 
 
 class Costs(Protocol):
-    """What a simulated engine needs to know of its hardware.
+    """What a simulated engine needs to know of its hardware."""
 
-    Attributes:
-        basis: source of the rate of products, in a few words.
-    """
-
-    basis: str
+    basis: str  # source of the rate of products, in a few words
 
     def step(self, plan: StepPlan) -> StepCost:
         """The cost of a planned step."""
@@ -37,21 +33,13 @@ class Costs(Protocol):
 
 
 class ModelWork(NamedTuple):
-    """What a model computes and moves, for bounds and utilisation.
+    """What a model computes and moves, for bounds and utilisation."""
 
-    Attributes:
-        token_operations: of the layers' products, for each token of a step.
-        sample_operations: of the head, for each token that is sampled.
-        pair_operations: of attention, for each pair of a query and a key.
-        weights_bytes: of the layers and the head, read in each step.
-        cached_token_bytes: keys and values of one token.
-    """
-
-    token_operations: float
-    sample_operations: float
-    pair_operations: float
-    weights_bytes: float
-    cached_token_bytes: float
+    token_operations: float  # of the layers' products, for each token of a step
+    sample_operations: float  # of the head, for each token that is sampled
+    pair_operations: float  # of attention, for each pair of a query and a key
+    weights_bytes: float  # of the layers and the head, read in each step
+    cached_token_bytes: float  # keys and values of one token
 
     @classmethod
     def of(cls, model: ModelConfig, scheme: LinearScheme, device: str) -> ModelWork:
@@ -69,23 +57,15 @@ class ModelWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProcessorRates:
-    """What a processor reaches in the engine's own kernels, in one number format.
+    """What a processor reaches in the engine's own kernels, in one number format."""
 
-    Attributes:
-        products: tokens in a product, and operations/s of the layers' products then, in the order of tokens.
-        decode_attention: bytes/s of cached keys and values.
-        prompt_attention: operations/s.
-        norm: bytes/s of an RMS norm, read and written.
-        step_seconds: that a step takes beyond its kernels.
-        layer_seconds: that each layer takes beyond its kernels.
-    """
-
+    # tokens in a product, and operations/s of the layers' products then, in the order of tokens
     products: Sequence[tuple[float, float]]
-    decode_attention: float
-    prompt_attention: float
-    norm: float
-    step_seconds: float = 0.0
-    layer_seconds: float = 0.0
+    decode_attention: float  # bytes/s of cached keys and values
+    prompt_attention: float  # operations/s
+    norm: float  # bytes/s of an RMS norm, read and written
+    step_seconds: float = 0.0  # that a step takes beyond its kernels
+    layer_seconds: float = 0.0  # that each layer takes beyond its kernels
 
 
 class ProcessorCosts:

@@ -49,16 +49,11 @@ _LONGEST_PATTERN, _MOST_REPETITIONS = 500, 4
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What one file says.
+    """What one file says."""
 
-    Attributes:
-        source: the file.
-        layouts: of the quantized linears of the layers; no others are.
-        cache_scales: names of the scales of keys and of values in a layer's attention; None for an unscaled cache.
-    """
-
-    source: Path
-    layouts: Mapping[str, Layout]
+    source: Path  # the file
+    layouts: Mapping[str, Layout]  # of the quantized linears of the layers; no others are
+    # names of the scales of keys and of values in a layer's attention; None for an unscaled cache
     cache_scales: tuple[str, str] | None = None
 
 

@@ -60,15 +60,10 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fp8Layout:
-    """e4m3 values, with ``X.weight_scale`` and, if inputs were measured, ``X.input_scale``.
+    """e4m3 values, with ``X.weight_scale`` and, if inputs were measured, ``X.input_scale``."""
 
-    Attributes:
-        row_scales: each row of a weight has its own scale; otherwise each weight has one.
-        input_scales: each linear has a scale for its input.
-    """
-
-    row_scales: bool
-    input_scales: bool
+    row_scales: bool  # each row of a weight has its own scale; otherwise each weight has one
+    input_scales: bool  # each linear has a scale for its input
 
     def expected(self, module: str, shape: Shape, present: Container[str], source: Path) -> dict[str, Expected]:
         """Values and scales."""
@@ -104,22 +99,14 @@ class Fp8Layout:
 @dataclass(frozen=True, slots=True)
 class Fp4Layout:
     """e2m1 codes, two to a byte, with a scale for a block of inputs: NVFP4 (e4m3 and a second scale) or MXFP4 (e8m0).
-
-    Attributes:
-        block: inputs that share a scale.
-        codes: name of the codes after the module's.
-        second: name of the second scale; None without one.
-        input_scale: name of the input's scale; None without one.
-        divides: the second scale, and the input's, divide.
-        input_range: largest magnitude of a scaled input.
     """
 
-    block: int
-    codes: str = "weight"
-    second: str | None = None
-    input_scale: str | None = None
-    divides: bool = False
-    input_range: float = LARGEST_CODE * LARGEST_BLOCK_SCALE
+    block: int  # inputs that share a scale
+    codes: str = "weight"  # name of the codes after the module's
+    second: str | None = None  # name of the second scale; None without one
+    input_scale: str | None = None  # name of the input's scale; None without one
+    divides: bool = False  # the second scale, and the input's, divide
+    input_range: float = LARGEST_CODE * LARGEST_BLOCK_SCALE  # largest magnitude of a scaled input
 
     def expected(self, module: str, shape: Shape, present: Container[str], source: Path) -> dict[str, Expected]:
         """Codes, scales and second scale; a measured input and factors of the input are optional."""
@@ -266,14 +253,10 @@ class ColumnInt4Layout:
     """AWQ's and GPTQ's INT4, stored transposed: words of codes, words of zeros, fp16 scales [G, N].
 
     AWQ packs eight outputs into a word, in ``AWQ_ORDER``; GPTQ packs eight inputs, and may name each input's group.
-
-    Attributes:
-        maker: "awq", "gptq" (which stores zeros less 1) or "gptq_v2".
-        group: inputs that share a scale; None for all.
     """
 
-    maker: Literal["awq", "gptq", "gptq_v2"]
-    group: int | None
+    maker: Literal["awq", "gptq", "gptq_v2"]  # "awq", "gptq" (which stores zeros less 1) or "gptq_v2"
+    group: int | None  # inputs that share a scale; None for all
 
     def expected(self, module: str, shape: Shape, present: Container[str], source: Path) -> dict[str, Expected]:
         """Codes, zeros and scales; GPTQ's groups are optional."""

@@ -59,34 +59,22 @@ class TestSettings:
     whose last sample is due at ``min_duration_seconds`` or later; SingleStream ends once it has issued ``samples`` and
     the duration is over. In accuracy mode every row of the library is issued once. The compliance test TEST06 draws
     ``TEST06_RECORDS`` samples of the library, whatever ``samples`` and ``min_duration_seconds`` are, keeping their ids.
-
-    Attributes:
-        scenario: Interactive is Server under another model name.
-        mode: accuracy keeps every token id.
-        model: LoadGen's name of the benchmark, which decides limits and switches its token metrics on.
-        library_rows: rows that LoadGen draws from.
-        samples: fewest samples.
-        min_duration_seconds: shortest test.
-        rate: samples per second: expected (Offline), offered (Server), one over the expected latency (SingleStream).
-        seeds: of order and arrivals.
-        ttft_limit_seconds: instead of the benchmark's limit; whole milliseconds.
-        tpot_limit_seconds: instead of the benchmark's limit; whole milliseconds.
-        compliance: test to run.
     """
 
     __test__ = False  # no test of pytest's
 
-    scenario: Scenario
-    mode: Literal["performance", "accuracy"]
-    model: str
-    library_rows: int
-    samples: int | None
-    min_duration_seconds: float | None
+    scenario: Scenario  # interactive is Server under another model name
+    mode: Literal["performance", "accuracy"]  # accuracy keeps every token id
+    model: str  # loadGen's name of the benchmark, which decides limits and switches its token metrics on
+    library_rows: int  # rows that LoadGen draws from
+    samples: int | None  # fewest samples
+    min_duration_seconds: float | None  # shortest test
+    # samples per second: expected (Offline), offered (Server), one over the expected latency (SingleStream)
     rate: float
-    seeds: Seeds
-    ttft_limit_seconds: float | None = None
-    tpot_limit_seconds: float | None = None
-    compliance: Literal["TEST06"] | None = None
+    seeds: Seeds  # of order and arrivals
+    ttft_limit_seconds: float | None = None  # instead of the benchmark's limit; whole milliseconds
+    tpot_limit_seconds: float | None = None  # instead of the benchmark's limit; whole milliseconds
+    compliance: Literal["TEST06"] | None = None  # test to run
 
     @property
     def keeps_token_ids(self) -> bool:

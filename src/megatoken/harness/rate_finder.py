@@ -25,50 +25,32 @@ LONGER = 2.0  # factor, at least, by which a probe that was too short is repeate
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One test to run.
+    """One test to run."""
 
-    Attributes:
-        rate: samples per second to offer.
-        seconds: how long; None: the full length.
-        watch: sees every sample, and ends the probe early.
-    """
-
-    rate: float
-    seconds: float | None
-    watch: SaturationWatch
+    rate: float  # samples per second to offer
+    seconds: float | None  # how long; None: the full length
+    watch: SaturationWatch  # sees every sample, and ends the probe early
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a probe.
+    """The outcome of a probe."""
 
-    Attributes:
-        name: of its run folder.
-        saturation: why it was ended early, if it was.
-        broken: codes that invalidate it whatever the latencies: of the client, of failed samples, and at full length
-            of LoadGen's verdict.
-    """
-
-    name: str
-    saturation: Saturation | None
+    name: str  # of its run folder
+    saturation: Saturation | None  # why it was ended early, if it was
+    # codes that invalidate it whatever the latencies: of the client, of failed samples, and at full length of LoadGen's
+    # verdict
     broken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The goal of a search.
+    """The goal of a search."""
 
-    Attributes:
-        limits: that a valid rate keeps.
-        full_length: samples and seconds of a run of full length at a rate.
-        schedule_seed: of the arrivals.
-        probe_seconds: length of every probe; None: derived.
-    """
-
-    limits: LatencyLimits
-    full_length: Callable[[float], tuple[int, float]]
-    schedule_seed: int
-    probe_seconds: float | None = None
+    limits: LatencyLimits  # that a valid rate keeps
+    full_length: Callable[[float], tuple[int, float]]  # samples and seconds of a run of full length at a rate
+    schedule_seed: int  # of the arrivals
+    probe_seconds: float | None = None  # length of every probe; None: derived
 
 
 def too_few(rate: float, samples: int, seconds: float) -> str | None:

@@ -28,19 +28,12 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a try.
+    """The result of a try."""
 
-    Attributes:
-        valid: whether the limits were kept, or would be at full length.
-        surely: of an invalid probe: a run of full length could not be valid either.
-        lasted_share: share of its length that it lasted before it was found invalid.
-        capacity: samples per second that were served while others waited, if known.
-    """
-
-    valid: bool
-    surely: bool = False
-    lasted_share: float = 1.0
-    capacity: float | None = None
+    valid: bool  # whether the limits were kept, or would be at full length
+    surely: bool = False  # of an invalid probe: a run of full length could not be valid either
+    lasted_share: float = 1.0  # share of its length that it lasted before it was found invalid
+    capacity: float | None = None  # samples per second that were served while others waited, if known
 
 
 class RateSearch:

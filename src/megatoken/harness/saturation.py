@@ -33,19 +33,12 @@ class Saturation:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe that ran to its end predicts for the full length.
+    """What a probe that ran to its end predicts for the full length."""
 
-    Attributes:
-        life_seconds: median time from due to end.
-        judged: samples due after the ramp, which lasts one median life and has less load.
-        over: those of them over a limit, for the limit that more samples exceed.
-        allowed_share: share of samples that may be over at full length.
-    """
-
-    life_seconds: float
-    judged: int
-    over: int
-    allowed_share: float
+    life_seconds: float  # median time from due to end
+    judged: int  # samples due after the ramp, which lasts one median life and has less load
+    over: int  # those of them over a limit, for the limit that more samples exceed
+    allowed_share: float  # share of samples that may be over at full length
 
     @property
     def valid(self) -> bool:

@@ -49,31 +49,19 @@ WATCH_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class TestSession:
-    """What all tests of one command share.
-
-    Attributes:
-        config: what to run.
-        data_set: the requests; the target can serve every one.
-        target: what serves them; no one else may use it meanwhile.
-        facts: fields of ``result.json`` about model and data set; the target adds its own.
-        progress: where to report how far it is.
-        text: where prompts and answers are text within the measured time.
-        client: what the client can send without a model, if the scenario has latency limits.
-        gate: what the answers are compared with before there is a verdict, if anything.
-        power_meter: reads the power of the whole system, if the user has a meter.
-    """
+    """What all tests of one command share."""
 
     __test__ = False  # not a test of pytest's
 
-    config: RunConfig
-    data_set: Dataset
-    target: Target
-    facts: Mapping[str, Any]
-    progress: Progress
-    text: TextStages | None
-    client: ClientCapacity | None
-    gate: Gate | None
-    power_meter: PowerMeter | None
+    config: RunConfig  # what to run
+    data_set: Dataset  # the requests; the target can serve every one
+    target: Target  # what serves them; no one else may use it meanwhile
+    facts: Mapping[str, Any]  # fields of ``result.json`` about model and data set; the target adds its own
+    progress: Progress  # where to report how far it is
+    text: TextStages | None  # where prompts and answers are text within the measured time
+    client: ClientCapacity | None  # what the client can send without a model, if the scenario has latency limits
+    gate: Gate | None  # what the answers are compared with before there is a verdict, if anything
+    power_meter: PowerMeter | None  # reads the power of the whole system, if the user has a meter
 
     @classmethod
     def start(

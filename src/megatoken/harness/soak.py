@@ -110,17 +110,11 @@ class SteadyLoad:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A soak that was interrupted; its folder is locked until the process ends.
+    """A soak that was interrupted; its folder is locked until the process ends."""
 
-    Attributes:
-        run: its run folder.
-        begins_seconds: time under load so far.
-        reached: the last row of every replica.
-    """
-
-    run: Run
-    begins_seconds: float
-    reached: Sequence[SeriesRow]
+    run: Run  # its run folder
+    begins_seconds: float  # time under load so far
+    reached: Sequence[SeriesRow]  # the last row of every replica
 
     @classmethod
     def read(cls, path: Path) -> Earlier:

@@ -62,23 +62,14 @@ class AccuracyLog:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One record of the log.
+    """One record of the log."""
 
-    Attributes:
-        line: Where it stands, from 1.
-        sequence: ``seq_id``, the position of the sample among all that LoadGen issued.
-        row: ``qsl_idx``, the row of LoadGen's library.
-        data: The bytes of all token ids.
-        token_count: How many tokens the system reported; None where the log does not say.
-        first_token: The bytes that were reported first; None where none were logged, as in Offline.
-    """
-
-    line: int
-    sequence: int
-    row: int
-    data: bytes
-    token_count: int | None
-    first_token: bytes | None
+    line: int  # where it stands, from 1
+    sequence: int  # ``seq_id``, the position of the sample among all that LoadGen issued
+    row: int  # ``qsl_idx``, the row of LoadGen's library
+    data: bytes  # the bytes of all token ids
+    token_count: int | None  # how many tokens the system reported; None where the log does not say
+    first_token: bytes | None  # the bytes that were reported first; None where none were logged, as in Offline
 
 
 @dataclass(frozen=True, slots=True)

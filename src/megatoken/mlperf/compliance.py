@@ -32,22 +32,14 @@ DOCUMENT = "compliance.json"  # ours, next to the file that a submission carries
 
 @dataclass(frozen=True, slots=True)
 class ComplianceResult:
-    """The outcome of one test.
+    """The outcome of one test."""
 
-    Attributes:
-        test: TEST06, TEST07 or TEST09.
-        passed: The answers meet what MLPerf asks for.
-        sound: They also meet our own check.
-        lines: Of the file that a submission carries, as MLPerf's checker reads it.
-        findings: What failed or proves nothing.
-        end_token_ids: TEST06: the end tokens that were looked for; None for the other tests.
-    """
-
-    test: str
-    passed: bool
-    sound: bool
-    lines: tuple[str, ...]
-    findings: tuple[Reason, ...]
+    test: str  # TEST06, TEST07 or TEST09
+    passed: bool  # the answers meet what MLPerf asks for
+    sound: bool  # they also meet our own check
+    lines: tuple[str, ...]  # of the file that a submission carries, as MLPerf's checker reads it
+    findings: tuple[Reason, ...]  # what failed or proves nothing
+    # TEST06: the end tokens that were looked for; None for the other tests
     end_token_ids: tuple[int, ...] | None = None
 
     def to_document(self) -> dict[str, Any]:

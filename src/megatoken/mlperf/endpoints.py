@@ -123,37 +123,21 @@ def passes_in_order(rows: int, seed: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class PointRules:
-    """What the rules ask of one point, and how it was run; the field ``rules`` of a point's ``load``.
+    """What the rules ask of one point, and how it was run; the field ``rules`` of a point's ``load``."""
 
-    Attributes:
-        version: of the rules.
-        offline: whether it is the Offline run.
-        concurrency: requests at once; the rows of the data set of the Offline run.
-        region: of the curve; None of the Offline run, and above the margin.
-        rows: of the data set.
-        required_rows: of the benchmark's; None of a model that is none.
-        min_seconds: of the window.
-        seed_set: published set, by its id.
-        salted: whether every prompt begins with a salt of its own.
-        token_count: what output tokens were counted with: the model's tokenizer, or what the target reports.
-        streamed: whether answers came as streams.
-        over_http: whether the target is a server.
-        most_open: requests that the client keeps open at most; None: as many as asked for.
-    """
-
-    version: str
-    offline: bool
-    concurrency: int
-    region: str | None
-    rows: int
-    required_rows: int | None
-    min_seconds: float
-    seed_set: str | None
-    salted: bool
-    token_count: str
-    streamed: bool
-    over_http: bool
-    most_open: int | None
+    version: str  # of the rules
+    offline: bool  # whether it is the Offline run
+    concurrency: int  # requests at once; the rows of the data set of the Offline run
+    region: str | None  # of the curve; None of the Offline run, and above the margin
+    rows: int  # of the data set
+    required_rows: int | None  # of the benchmark's; None of a model that is none
+    min_seconds: float  # of the window
+    seed_set: str | None  # published set, by its id
+    salted: bool  # whether every prompt begins with a salt of its own
+    token_count: str  # what output tokens were counted with: the model's tokenizer, or what the target reports
+    streamed: bool  # whether answers came as streams
+    over_http: bool  # whether the target is a server
+    most_open: int | None  # requests that the client keeps open at most; None: as many as asked for
 
 
 def judge_point(rules: PointRules, requests: pa.Table) -> dict[str, Any]:

@@ -45,32 +45,19 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        shape: the verdict of section 4.4.
-        super_passes: complete ones of the run.
-        super_pass_rows: requests of one.
-        cropped: super-passes before the window was looked for.
-        start: first super-pass of the window, counted from 0; None without one.
-        end: after its last one.
-        seconds: issue times of the window.
-        needed_seconds: that the window must last by its own latencies and variation, whatever its region.
-        states: of each gated metric.
-        drifting_up: watched metrics that climb from the start of the window to the end of the run.
-        level_shift: change of mean TPOT from the window to a later plateau, as a share; None without one.
-    """
-
-    shape: Shape
-    super_passes: int
-    super_pass_rows: int
-    cropped: int
-    start: int | None = None
-    end: int | None = None
-    seconds: float = 0.0
-    needed_seconds: float = 0.0
-    states: Mapping[str, State] | None = None
-    drifting_up: tuple[str, ...] = ()
+    shape: Shape  # the verdict of section 4.4
+    super_passes: int  # complete ones of the run
+    super_pass_rows: int  # requests of one
+    cropped: int  # super-passes before the window was looked for
+    start: int | None = None  # first super-pass of the window, counted from 0; None without one
+    end: int | None = None  # after its last one
+    seconds: float = 0.0  # issue times of the window
+    needed_seconds: float = 0.0  # that the window must last by its own latencies and variation, whatever its region
+    states: Mapping[str, State] | None = None  # of each gated metric
+    drifting_up: tuple[str, ...] = ()  # watched metrics that climb from the start of the window to the end of the run
+    # change of mean TPOT from the window to a later plateau, as a share; None without one
     level_shift: float | None = None
 
     @property

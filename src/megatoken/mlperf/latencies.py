@@ -14,27 +14,16 @@ from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """99th percentiles as LoadGen takes them, and queries over the limits.
+    """99th percentiles as LoadGen takes them, and queries over the limits."""
 
-    Attributes:
-        queries: Completed samples.
-        ttft_p99_seconds: Of the time to first token, from when each sample was due.
-        tpot_p99_seconds: Of the time per output token after the first.
-        ttft_over: Queries over the limit on the time to first token.
-        tpot_over: Queries over the limit on the time per output token.
-        allowed_over: How many of each early stopping allows; -1: too few queries for any.
-        needed: The smallest number of queries that early stopping accepts.
-        tokens_after_first: Mean number of tokens of a query after the first.
-    """
-
-    queries: int
-    ttft_p99_seconds: float
-    tpot_p99_seconds: float
-    ttft_over: int
-    tpot_over: int
-    allowed_over: int
-    needed: int
-    tokens_after_first: float
+    queries: int  # completed samples
+    ttft_p99_seconds: float  # of the time to first token, from when each sample was due
+    tpot_p99_seconds: float  # of the time per output token after the first
+    ttft_over: int  # queries over the limit on the time to first token
+    tpot_over: int  # queries over the limit on the time per output token
+    allowed_over: int  # how many of each early stopping allows; -1: too few queries for any
+    needed: int  # the smallest number of queries that early stopping accepts
+    tokens_after_first: float  # mean number of tokens of a query after the first
 
     def met(self, limits: LatencyLimits) -> bool:
         """Whether both percentiles are below their limits, shown with enough queries."""

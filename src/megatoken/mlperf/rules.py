@@ -62,31 +62,19 @@ class ClientCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What is known of a finished run in addition to LoadGen's log.
+    """What is known of a finished run in addition to LoadGen's log."""
 
-    Attributes:
-        scenario: As configurations spell it.
-        mode: performance, accuracy, or compliance: a test that measures no speed.
-        data_set_rows: LoadGen's library repeats some of them if it has more rows, and leaves some out if it has fewer.
-        last_due_seconds: When the last sample was due.
-        limits: Of the benchmark in this scenario; None if it has none.
-        latencies: From our own records, if the scenario has limits.
-        send_lag_p99_seconds: From when a sample was due until LoadGen issued it.
-        client: Capacity of the client, if it was measured.
-        samples_per_second: The rate offered, to compare with that capacity.
-        wall_clock_step_seconds: The largest step by which the wall clock was set during the run.
-    """
-
-    scenario: str
-    mode: str
+    scenario: str  # as configurations spell it
+    mode: str  # performance, accuracy, or compliance: a test that measures no speed
+    # loadGen's library repeats some of them if it has more rows, and leaves some out if it has fewer
     data_set_rows: int
-    last_due_seconds: float = 0.0
-    limits: LatencyLimits | None = None
-    latencies: Latencies | None = None
-    send_lag_p99_seconds: float | None = None
-    client: ClientCapacity | None = None
-    samples_per_second: float | None = None
-    wall_clock_step_seconds: float = 0.0
+    last_due_seconds: float = 0.0  # when the last sample was due
+    limits: LatencyLimits | None = None  # of the benchmark in this scenario; None if it has none
+    latencies: Latencies | None = None  # from our own records, if the scenario has limits
+    send_lag_p99_seconds: float | None = None  # from when a sample was due until LoadGen issued it
+    client: ClientCapacity | None = None  # capacity of the client, if it was measured
+    samples_per_second: float | None = None  # the rate offered, to compare with that capacity
+    wall_clock_step_seconds: float = 0.0  # the largest step by which the wall clock was set during the run
 
 
 class Ruling(NamedTuple):

@@ -88,26 +88,19 @@ class Rack:
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """The result of one node; times are seconds since its start.
-
-    Attributes:
-        seconds: when its last step ended.
-        progress: [N, 2] time, and output tokens until then.
-        completion_seconds: [samples] when each sample was complete, sorted.
-        parts: the mean step and its parts.
-    """
+    """The result of one node; times are seconds since its start."""
 
     output_tokens: int
     input_tokens: int
     samples: int
-    seconds: float
+    seconds: float  # when its last step ended
     steps: int
     preemptions: int
     mean_sequences: float
     mean_rows: float
-    progress: NDArray[np.float64]
-    completion_seconds: NDArray[np.float32]
-    parts: StepCost
+    progress: NDArray[np.float64]  # [N, 2] time, and output tokens until then
+    completion_seconds: NDArray[np.float32]  # [samples] when each sample was complete, sorted
+    parts: StepCost  # the mean step and its parts
 
     @property
     def output_tokens_per_second(self) -> float:

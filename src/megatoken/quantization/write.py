@@ -46,15 +46,12 @@ _NAMES = {getattr(torch, torch_name): name for name, (torch_name, _) in DTYPES.i
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What was written.
-
-    Attributes:
-        relative_errors: root of the mean square of the error of a linear over that of its values, by its weight's name.
-    """
+    """What was written."""
 
     directory: Path
     form: Format
     block: int | None
+    # root of the mean square of the error of a linear over that of its values, by its weight's name
     relative_errors: Mapping[str, float]
     bytes_before: int
     bytes_after: int

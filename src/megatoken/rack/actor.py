@@ -27,33 +27,19 @@ LEAVE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What the processes of a rack compute and how they talk; the same for all of them, plain values only.
+    """What the processes of a rack compute and how they talk; the same for all of them, plain values only."""
 
-    Attributes:
-        model: checkpoint directory, named shape, or the model that ships.
-        random_weights: take only the model's shape.
-        seed: of random weights.
-        engine: fields of ``EngineConfig``.
-        simulated_gpu: the GPU that engines simulate; None: they compute.
-        streams: whether first tokens are reported at once.
-        keep_ids: whether the ids of answers are reported.
-        dead_after_seconds: silence after which the other side counts as gone.
-        reconnect_seconds: how long a worker tries to reconnect to the driver.
-        driver_host: name of the driver's machine.
-        server: settings of a server whose replicas these are, as JSON.
-    """
-
-    model: str
-    random_weights: bool
-    seed: int
-    engine: dict[str, Any]
-    simulated_gpu: str | None
-    streams: bool
-    keep_ids: bool
-    dead_after_seconds: float
-    reconnect_seconds: float
-    driver_host: str
-    server: str = ""
+    model: str  # checkpoint directory, named shape, or the model that ships
+    random_weights: bool  # take only the model's shape
+    seed: int  # of random weights
+    engine: dict[str, Any]  # fields of ``EngineConfig``
+    simulated_gpu: str | None  # the GPU that engines simulate; None: they compute
+    streams: bool  # whether first tokens are reported at once
+    keep_ids: bool  # whether the ids of answers are reported
+    dead_after_seconds: float  # silence after which the other side counts as gone
+    reconnect_seconds: float  # how long a worker tries to reconnect to the driver
+    driver_host: str  # name of the driver's machine
+    server: str = ""  # settings of a server whose replicas these are, as JSON
 
 
 class WorkerActor:

@@ -48,19 +48,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a user asks of a rack.
+    """What a user asks of a rack."""
 
-    Attributes:
-        replicas: copies of the model; None: as many as the GPUs allow, without GPUs one per node.
-        tensor_parallel: GPUs, or cores, of one copy.
-        on_gpus: whether the engines compute on GPUs.
-        threads: CPU threads of an engine; None: the cores of its slot.
-    """
-
-    replicas: int | None
-    tensor_parallel: int
-    on_gpus: bool
-    threads: int | None = None
+    replicas: int | None  # copies of the model; None: as many as the GPUs allow, without GPUs one per node
+    tensor_parallel: int  # GPUs, or cores, of one copy
+    on_gpus: bool  # whether the engines compute on GPUs
+    threads: int | None = None  # CPU threads of an engine; None: the cores of its slot
 
 
 def wanted_on(nodes: Sequence[Node], replicas: int | None, ranks: int, device: str, threads: int | None) -> Wanted:

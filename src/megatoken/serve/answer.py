@@ -175,25 +175,19 @@ class Prompt:
 
 @dataclass
 class Answer(ABC):
-    """The answer to one HTTP request: one choice or several, all of which must succeed.
-
-    Attributes:
-        names: of the route's fields, by those of the engine's requests, where they differ.
-        priority: of its requests, lowest first, among those of one tenant that wait.
-        completion_tokens: generated so far, for all choices.
-        cached_tokens: of the prompts, taken from the prefix cache by the first choice of each.
-    """
+    """The answer to one HTTP request: one choice or several, all of which must succeed."""
 
     exchange: Exchange
     client: EngineClient
     prompts: list[Prompt]
     choices: list[Choice] = field(default_factory=list)
+    # of the route's fields, by those of the engine's requests, where they differ
     names: Mapping[str, str] = field(default_factory=dict)
-    priority: int = 0
+    priority: int = 0  # of its requests, lowest first, among those of one tenant that wait
     failed: bool = False
     whole: ClassVar[bool] = False  # whether the client sees nothing before the end
-    completion_tokens: int = 0
-    cached_tokens: int = 0
+    completion_tokens: int = 0  # generated so far, for all choices
+    cached_tokens: int = 0  # of the prompts, taken from the prefix cache by the first choice of each
 
     def __post_init__(self) -> None:
         self._prompt_tokens = sum(len(one.token_ids) for one in self.prompts)

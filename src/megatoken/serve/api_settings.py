@@ -17,14 +17,8 @@ class ToolFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """How chats become prompts, and answers tool calls.
+    """How chats become prompts, and answers tool calls."""
 
-    Attributes:
-        chat_template: file to use in place of the model's own template.
-        tool_format: how the model writes tool calls; auto: found in its template.
-        trust_request_chat_template: requests may bring templates.
-    """
-
-    chat_template: Path | None = None
-    tool_format: Literal["auto"] | ToolFormat = "auto"
-    trust_request_chat_template: bool = False
+    chat_template: Path | None = None  # file to use in place of the model's own template
+    tool_format: Literal["auto"] | ToolFormat = "auto"  # how the model writes tool calls; auto: found in its template
+    trust_request_chat_template: bool = False  # requests may bring templates

@@ -35,19 +35,15 @@ from megatoken.serve.tool_calls import (
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A checked chat, ready for the engine.
-
-    Attributes:
-        make_parser: makes what separates calls from text in one answer; None: nothing does.
-        engine_names: fields of the body by those of the engine's requests, where they differ.
-    """
+    """A checked chat, ready for the engine."""
 
     body: ChatBody
     prompt: Prompt
     requests: list[Request]
+    # makes what separates calls from text in one answer; None: nothing does
     make_parser: Callable[[], CallParser] | None
     names: TokenNames
-    engine_names: Mapping[str, str]
+    engine_names: Mapping[str, str]  # fields of the body by those of the engine's requests, where they differ
 
     def choices(self, answer: Answer, api: ApiContext) -> list[Choice]:
         """Where the events of the requests go."""

@@ -37,19 +37,14 @@ ENGINE_NAMES = {"ignore_end_token": "ignore_eos"}  # fields of the API by those 
 
 @dataclass(slots=True)
 class ApiContext:
-    """What routes need, made when an engine is ready.
-
-    Attributes:
-        tokenizer: None if the model has none; then prompts are token ids, and so is the text of answers.
-        foreign: renders the templates that requests bring; None where that is not allowed.
-    """
+    """What routes need, made when an engine is ready."""
 
     client: EngineClient
     model: ServedModel
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None if the model has none; then prompts are token ids, and so is the text of answers
     templates: ModelTemplates
     renderer: TemplateRenderer
-    foreign: TemplateRenderer | None
+    foreign: TemplateRenderer | None  # renders the templates that requests bring; None where that is not allowed
     defaults: SamplingDefaults
     tool_format: ToolFormat | None
     note: Callable[[str], None]

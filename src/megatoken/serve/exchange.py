@@ -61,16 +61,13 @@ class Exchange:
     """One request and its answer. Only the event loop's thread may use it.
 
     After the client has left, or after the end, ``reply``, ``write`` and ``end`` do nothing.
-
-    Attributes:
-        status: of the answer; 0 until there is one.
-        notes: facts for the access log. Never text of a prompt or an answer.
     """
 
     request: HttpRequest
     connection: Carrier
-    status: int = 0
+    status: int = 0  # of the answer; 0 until there is one
     body_bytes: int = 0
+    # facts for the access log. Never text of a prompt or an answer.
     notes: dict[str, Any] = field(default_factory=dict)
     _state: _State = _State.WAITING
     _head_bytes: bytes = b""  # of a stream, until it is written

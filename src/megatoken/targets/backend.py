@@ -31,33 +31,21 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model that a backend serves. ``None`` means unknown.
+    """The model that a backend serves. ``None`` means unknown."""
 
-    Attributes:
-        name: of the model.
-        weights: ``random, seed N``; None where hashes of ``files`` identify them, or nothing does.
-        max_running: requests that one replica runs at once.
-        shape: shape of the model; a backend that takes text need not know it.
-        memory: memory plan of one replica.
-        prompts: what the target takes in ``submit``: token ids, or text and chat messages.
-        answers: what the target returns: token ids, or text alone; None: the same as ``prompts``.
-        content_hash: of configuration and headers of the checkpoint; random weights have none.
-        random_weights: whether the weights are random.
-        files: the checkpoint's, to be hashed; None where the model has none here.
-        notes: what a reader of the results must know about the model.
-    """
-
-    name: str
-    weights: str | None
-    max_running: int
-    shape: ModelConfig | None = None
-    memory: MemoryPlan | None = None
+    name: str  # of the model
+    weights: str | None  # ``random, seed N``; None where hashes of ``files`` identify them, or nothing does
+    max_running: int  # requests that one replica runs at once
+    shape: ModelConfig | None = None  # shape of the model; a backend that takes text need not know it
+    memory: MemoryPlan | None = None  # memory plan of one replica
+    # what the target takes in ``submit``: token ids, or text and chat messages
     prompts: Literal["token_ids", "text"] = "token_ids"
+    # what the target returns: token ids, or text alone; None: the same as ``prompts``
     answers: Literal["token_ids", "text"] | None = None
-    content_hash: str | None = None
-    random_weights: bool = False
-    files: ModelFiles | None = None
-    notes: tuple[Reason, ...] = ()
+    content_hash: str | None = None  # of configuration and headers of the checkpoint; random weights have none
+    random_weights: bool = False  # whether the weights are random
+    files: ModelFiles | None = None  # the checkpoint's, to be hashed; None where the model has none here
+    notes: tuple[Reason, ...] = ()  # what a reader of the results must know about the model
 
     @property
     def max_length(self) -> int | None:

@@ -29,25 +29,15 @@ from megatoken.text import count_of
 
 @dataclass(slots=True)
 class RackBackend:
-    """Processes on all nodes that have opened the model and not yet loaded it.
+    """Processes on all nodes that have opened the model and not yet loaded it."""
 
-    Attributes:
-        config: what to run.
-        cluster: the Ray cluster.
-        slots: one per process.
-        memory: the smallest memory plan of all nodes.
-        model: what every replica serves, by that plan.
-        found: what each process reports, in the order of the slots.
-        reporter: where to report how far it is.
-    """
-
-    config: RunConfig
-    cluster: Cluster
-    slots: Sequence[Slot]
-    memory: MemoryPlan
-    model: ServedModel
-    found: Sequence[dict[str, Any]]
-    reporter: Reporter
+    config: RunConfig  # what to run
+    cluster: Cluster  # the Ray cluster
+    slots: Sequence[Slot]  # one per process
+    memory: MemoryPlan  # the smallest memory plan of all nodes
+    model: ServedModel  # what every replica serves, by that plan
+    found: Sequence[dict[str, Any]]  # what each process reports, in the order of the slots
+    reporter: Reporter  # where to report how far it is
 
     def served(self) -> ServedModel:
         """The model that every replica serves."""

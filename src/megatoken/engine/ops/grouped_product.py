@@ -31,23 +31,14 @@ INTERPRETED_PROGRAMS = 3
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How ``grouped_product`` runs. Changes the result by rounding only.
+    """How ``grouped_product`` runs. Changes the result by rounding only."""
 
-    Attributes:
-        rows: of a tile.
-        columns: outputs of a tile.
-        depth_bytes: of the inputs of a row that are multiplied at a time.
-        warps: warps per program.
-        stages: pieces of that depth in flight per program.
-        programs: per multiprocessor.
-    """
-
-    rows: int
-    columns: int
-    depth_bytes: int = 128
-    warps: int = 4
-    stages: int = 4
-    programs: int = 1
+    rows: int  # of a tile
+    columns: int  # outputs of a tile
+    depth_bytes: int = 128  # of the inputs of a row that are multiplied at a time
+    warps: int = 4  # warps per program
+    stages: int = 4  # pieces of that depth in flight per program
+    programs: int = 1  # per multiprocessor
 
 
 FEW_ROWS = TileConfig(16, 128, stages=5, programs=2)

@@ -27,21 +27,13 @@ from megatoken.engine.ops.paged_attention import IN_INTERPRETER, LOG2_E, cache_r
 
 @dataclass(frozen=True, slots=True)
 class ChunkConfig:
-    """How ``chunk_attention`` runs. Changes the result by rounding only.
+    """How ``chunk_attention`` runs. Changes the result by rounding only."""
 
-    Attributes:
-        block_rows: query tokens x heads per program.
-        block_tokens: keys per tile.
-        warps: warps per program.
-        stages: tiles in flight per program.
-        gathered: gather keys and values first, see above; the head size must be 64 or 128.
-    """
-
-    block_rows: int = 128
-    block_tokens: int = 64
-    warps: int = 8
-    stages: int = 2
-    gathered: bool = False
+    block_rows: int = 128  # query tokens x heads per program
+    block_tokens: int = 64  # keys per tile
+    warps: int = 8  # warps per program
+    stages: int = 2  # tiles in flight per program
+    gathered: bool = False  # gather keys and values first, see above; the head size must be 64 or 128
 
 
 PAGED_CHUNKS = ChunkConfig()

@@ -14,16 +14,11 @@ _PART_ELEMENTS = 1 << 20  # decoded at a time, so that the copy in fp32 stays sm
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """A weight [N, D] that is ``values.float() * scale``.
+    """A weight [N, D] that is ``values.float() * scale``."""
 
-    Attributes:
-        values_ND: e4m3.
-        scale_N1: fp32 [N, 1], or [1, 1] where all rows have the same.
-        input_scale: the linear's input is meant to be e4m3 of ``x / input_scale``; None if it was not measured.
-    """
-
-    values_ND: Tensor
-    scale_N1: Tensor
+    values_ND: Tensor  # e4m3
+    scale_N1: Tensor  # fp32 [N, 1], or [1, 1] where all rows have the same
+    # the linear's input is meant to be e4m3 of ``x / input_scale``; None if it was not measured
     input_scale: float | None = None
 
     def to(self, device: torch.device) -> Fp8Weight:

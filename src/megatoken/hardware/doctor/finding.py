@@ -16,19 +16,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        code: of the check; stays the same between versions.
-        state: FIX where it costs speed, or makes a feature or a measurement fail.
-        message: what was found, and what it costs.
-        command: what to type to fix it; empty if the state is OK or no command can.
-    """
-
-    code: str
-    state: State
-    message: str
-    command: str = ""
+    code: str  # of the check; stays the same between versions
+    state: State  # FIX where it costs speed, or makes a feature or a measurement fail
+    message: str  # what was found, and what it costs
+    command: str = ""  # what to type to fix it; empty if the state is OK or no command can
 
 
 def ok(code: str, message: str) -> Finding:

@@ -21,25 +21,15 @@ FACTS = "facts"
 
 @dataclass(frozen=True, slots=True)
 class HardwareTest:
-    """One test.
+    """One test."""
 
-    Attributes:
-        name: as ``--tests`` takes it.
-        title: for people.
-        function: ``module:name`` of a function from ``Setting`` to outcomes, called in a process of its own.
-        limit_seconds: after which the process is ended, in the quick set.
-        quick: whether the quick set has it.
-        twice: whether it runs again after the others, so that a drift in between shows.
-        whole: whether it is of all GPUs together.
-    """
-
-    name: str
-    title: str
-    function: str
-    limit_seconds: float = 60.0
-    quick: bool = True
-    twice: bool = False
-    whole: bool = False
+    name: str  # as ``--tests`` takes it
+    title: str  # for people
+    function: str  # ``module:name`` of a function from ``Setting`` to outcomes, called in a process of its own
+    limit_seconds: float = 60.0  # after which the process is ended, in the quick set
+    quick: bool = True  # whether the quick set has it
+    twice: bool = False  # whether it runs again after the others, so that a drift in between shows
+    whole: bool = False  # whether it is of all GPUs together
 
 
 TESTS: dict[Device, tuple[HardwareTest, ...]] = {

@@ -53,21 +53,13 @@ def rounds(names: Sequence[str]) -> Iterator[list[Pair]]:
 
 @dataclass(frozen=True, slots=True)
 class Isolated:
-    """What the pairs of a rack showed.
+    """What the pairs of a rack showed."""
 
-    Attributes:
-        rates: of each pair that was measured, the better of its trials; None where it failed.
-        limit: below which a pair is slow; None if no pair worked.
-        bad_nodes: slow with several partners, of which each is fast with another node.
-        bad_links: pairs that are slow although both nodes are fast with others.
-        undecided: nodes that were fast with no other, and for which too few proven partners were left.
-    """
-
-    rates: Mapping[Pair, float | None]
-    limit: float | None
-    bad_nodes: tuple[str, ...]
-    bad_links: tuple[Pair, ...]
-    undecided: tuple[str, ...]
+    rates: Mapping[Pair, float | None]  # of each pair that was measured, the better of its trials; None where it failed
+    limit: float | None  # below which a pair is slow; None if no pair worked
+    bad_nodes: tuple[str, ...]  # slow with several partners, of which each is fast with another node
+    bad_links: tuple[Pair, ...]  # pairs that are slow although both nodes are fast with others
+    undecided: tuple[str, ...]  # nodes that were fast with no other, and for which too few proven partners were left
 
 
 def isolate(names: Sequence[str], measure: Measure, *, all_pairs: bool = False) -> Isolated:

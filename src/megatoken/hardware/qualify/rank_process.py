@@ -25,27 +25,16 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What each rank does.
+    """What each rank does."""
 
-    Attributes:
-        backend: nccl or gloo.
-        ranks: how many.
-        rank: this one.
-        rendezvous: a file on this machine, or tcp://host:port.
-        sizes: bytes of the largest buffer of each operation.
-        windows: timed.
-        seconds: of all windows of one size.
-        limit_seconds: after which an operation has failed.
-    """
-
-    backend: str
-    ranks: int
-    rank: int
-    rendezvous: str
-    sizes: tuple[int, ...]
-    windows: int
-    seconds: float
-    limit_seconds: float = 60.0
+    backend: str  # nccl or gloo
+    ranks: int  # how many
+    rank: int  # this one
+    rendezvous: str  # a file on this machine, or tcp://host:port
+    sizes: tuple[int, ...]  # bytes of the largest buffer of each operation
+    windows: int  # timed
+    seconds: float  # of all windows of one size
+    limit_seconds: float = 60.0  # after which an operation has failed
 
     def to_json(self) -> str:
         """For the command line."""

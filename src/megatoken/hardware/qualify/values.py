@@ -28,25 +28,16 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One figure: the same quantity measured in several windows.
+    """One figure: the same quantity measured in several windows."""
 
-    Attributes:
-        name: stays the same between versions; references and baselines are found by it.
-        title: for people.
-        unit: of ``windows`` and ``bound``.
-        windows: one value per window of time, in order.
-        better: which direction is good; ``zero``: any other value is a fault; empty: recorded only.
-        bound: None: none is known.
-        note: what a reader must know about it.
-    """
-
-    name: str
-    title: str
-    unit: str
-    windows: Sequence[float]
+    name: str  # stays the same between versions; references and baselines are found by it
+    title: str  # for people
+    unit: str  # of ``windows`` and ``bound``
+    windows: Sequence[float]  # one value per window of time, in order
+    # which direction is good; ``zero``: any other value is a fault; empty: recorded only
     better: Literal["higher", "lower", "zero", ""] = "higher"
-    bound: Bound | None = None
-    note: str = ""
+    bound: Bound | None = None  # none: none is known
+    note: str = ""  # what a reader must know about it
 
     @property
     def median(self) -> float:
@@ -92,33 +83,19 @@ Outcome: TypeAlias = Value | NotRun
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How long and how large a test is, and what it may use.
+    """How long and how large a test is, and what it may use."""
 
-    Attributes:
-        seconds: of timed windows for each value.
-        warm_up_seconds: before them.
-        windows: for each value.
-        sides: of square matrix products.
-        buffer_bytes: of each buffer that is read or written.
-        pattern_bytes: of memory that the pattern test fills.
-        file_bytes: of the file that the disk test writes.
-        repeats: of a computation whose results must be equal.
-        power_seconds: of the sustained load on a GPU.
-        folder: on the disk to test.
-        measured: medians of the tests before, by name.
-    """
-
-    seconds: float
-    warm_up_seconds: float
-    windows: int
-    sides: tuple[int, ...]
-    buffer_bytes: int
-    pattern_bytes: int
-    file_bytes: int
-    repeats: int
-    power_seconds: float
-    folder: Path = Path()
-    measured: Mapping[str, float] = field(default_factory=dict)
+    seconds: float  # of timed windows for each value
+    warm_up_seconds: float  # before them
+    windows: int  # for each value
+    sides: tuple[int, ...]  # of square matrix products
+    buffer_bytes: int  # of each buffer that is read or written
+    pattern_bytes: int  # of memory that the pattern test fills
+    file_bytes: int  # of the file that the disk test writes
+    repeats: int  # of a computation whose results must be equal
+    power_seconds: float  # of the sustained load on a GPU
+    folder: Path = Path()  # on the disk to test
+    measured: Mapping[str, float] = field(default_factory=dict)  # medians of the tests before, by name
 
 
 Outcomes: TypeAlias = Iterator[Outcome]

@@ -28,13 +28,9 @@ class Arrival(NamedTuple):
 
 
 class Load(Protocol):
-    """Decides which requests are due.
+    """Decides which requests are due."""
 
-    Attributes:
-        waits: whether new requests wait for the ends of others (a closed loop); an open loop can be overloaded.
-    """
-
-    waits: bool
+    waits: bool  # whether new requests wait for the ends of others (a closed loop); an open loop can be overloaded
 
     def start(self, now_ns: int) -> None:
         """Begins; called once, before any other method."""

@@ -74,24 +74,16 @@ def load_facts(kind: str, value: float, seed: int, phases: Phases, *, waits: boo
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """The loads of a sweep.
+    """The loads of a sweep."""
 
-    Attributes:
-        kind: ``concurrency`` (closed loop), ``rate`` (open loop) or ``speed`` (a trace, open loop).
-        values: requests at once, requests per second, or speeds of the trace, rising. Empty: concurrency doubles
-            until output no longer grows, and rates are ``RATE_SHARES`` of what the warm-up expects.
-        arrivals: of the open loop.
-        burstiness: of gamma arrivals: shape of their gaps.
-        phases: of every point; those of a trace have no window, so it runs to its end.
-        trace: whose requests come at their recorded times over the speed, in their order.
-    """
-
-    kind: str
+    kind: str  # ``concurrency`` (closed loop), ``rate`` (open loop) or ``speed`` (a trace, open loop)
+    # requests at once, requests per second, or speeds of the trace, rising. Empty: concurrency doubles until output no
+    # longer grows, and rates are ``RATE_SHARES`` of what the warm-up expects.
     values: tuple[float, ...]
-    arrivals: ArrivalKind
-    burstiness: float
-    phases: Phases
-    trace: Trace | None = None
+    arrivals: ArrivalKind  # of the open loop
+    burstiness: float  # of gamma arrivals: shape of their gaps
+    phases: Phases  # of every point; those of a trace have no window, so it runs to its end
+    trace: Trace | None = None  # whose requests come at their recorded times over the speed, in their order
 
     def loads(self, estimated_rate: float) -> Iterator[float]:
         """The values to run, given the requests per second that the warm-up expects of a full target."""

@@ -40,19 +40,13 @@ STAGGER_SECONDS = 1.0  # over which users begin who do not pause
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """What users say, and how long they think.
+    """What users say, and how long they think."""
 
-    Attributes:
-        conversations: that users draw from, each on its own.
-        think_seconds: mean of the exponential time from an answer to the user's next turn.
-        pause_seconds: the same from a conversation to the user's next one; None: as ``think_seconds``.
-        shared_prefix_tokens: random tokens that every conversation begins with.
-    """
-
-    conversations: Conversations
-    think_seconds: float
+    conversations: Conversations  # that users draw from, each on its own
+    think_seconds: float  # mean of the exponential time from an answer to the user's next turn
+    # the same from a conversation to the user's next one; None: as ``think_seconds``
     pause_seconds: float | None = None
-    shared_prefix_tokens: int = 0
+    shared_prefix_tokens: int = 0  # random tokens that every conversation begins with
 
 
 @dataclass(slots=True)
@@ -234,25 +228,15 @@ class Users:
 
 @dataclass(frozen=True, slots=True)
 class UsersPlan:
-    """Loads of users who hold conversations.
+    """Loads of users who hold conversations."""
 
-    Attributes:
-        values: numbers of users, rising.
-        talk: what they say.
-        phases: of every point.
-        medium: what the target takes.
-        tokenizer: of the model, where it is known.
-        vocabulary_size: of the model; 0: unknown.
-        max_length: of its context; None: unknown.
-    """
-
-    values: tuple[float, ...]
-    talk: Talk
-    phases: Phases
-    medium: Medium
-    tokenizer: Tokenizer | None
-    vocabulary_size: int
-    max_length: int | None
+    values: tuple[float, ...]  # numbers of users, rising
+    talk: Talk  # what they say
+    phases: Phases  # of every point
+    medium: Medium  # what the target takes
+    tokenizer: Tokenizer | None  # of the model, where it is known
+    vocabulary_size: int  # of the model; 0: unknown
+    max_length: int | None  # of its context; None: unknown
     kind: str = field(default="users", init=False)
     finds_its_end: bool = field(default=False, init=False)
 
