@@ -45,13 +45,16 @@ class _Answers:
 
 
 def compare(
-    model: str,
-    against: str,
+    model: str,  # directory, or ``reference``
+    against: str,  # directory, or ``reference``
     *,
+    # JSON lines of prompts with expected answers; by default the held-out tasks of the reference model, if both
+    # checkpoints have its tokenizer
     references: Path | None = None,
-    samples: int | None = None,
-    precision: Precision = "bf16",
-    share: float = 0.99,
+    samples: int | None = None,  # how many of the prompts, from the first; None for all
+    precision: Precision = "bf16",  # of weights and activations
+    share: float = 0.99,  # of each score
+    # called with the number of steps done, and of all: both models, answers and texts
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The document on the checkpoint ``model`` against ``against``, both run in ``precision``.
@@ -59,16 +62,6 @@ def compare(
     Each model answers the same prompts, greedily. The text whose next tokens are compared is each prompt with the
     answer of ``against``. VALID if the lower end of each score's interval, relative to that of ``against``, reaches
     ``share``, and the mean length of the answers is within 10 %.
-
-    Args:
-        model: directory, or ``reference``.
-        against: directory, or ``reference``.
-        references: JSON lines of prompts with expected answers; by default the held-out tasks of the reference model,
-            if both checkpoints have its tokenizer.
-        samples: how many of the prompts, from the first; None for all.
-        precision: of weights and activations.
-        share: of each score.
-        progress: called with the number of steps done, and of all: both models, answers and texts.
 
     Raises:
         CheckpointError, CapacityError, DatasetError, UsageError: what cannot be used.

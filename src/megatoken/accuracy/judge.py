@@ -38,28 +38,20 @@ class Judged:
 
 
 def judge(
+    # A run folder, whose ``accuracy`` folder receives both files; or LoadGen's output folder or accuracy log, which get
+    # the files next to the log
     path: Path,
     *,
-    references: Path | None = None,
-    model: Path | None = None,
-    benchmark: str | None = None,
-    baseline: Path | None = None,
-    share: float = 0.99,
-    partial: bool = False,
+    references: Path | None = None,  # file with the expected answers; by default the prompts of the run
+    model: Path | None = None,  # folder of the model that answered, for its tokenizer; by default the model of the run
+    benchmark: str | None = None,  # MLPerf benchmark whose targets must be reached
+    baseline: Path | None = None,  # result of another evaluation; ``share`` of its metrics must be reached
+    share: float = 0.99,  # of each metric of the baseline
+    partial: bool = False,  # rows of the data set may have no answer
+    # called with the number of answers scored so far, and of all answers
     progress: Callable[[int, int], None] | None = None,
 ) -> Judged:
     """Scores the answers of an accuracy run and writes ``accuracy.txt`` and ``accuracy.json``.
-
-    Args:
-        path: A run folder, whose ``accuracy`` folder receives both files; or LoadGen's output folder or accuracy log,
-            which get the files next to the log.
-        references: File with the expected answers; by default the prompts of the run.
-        model: Folder of the model that answered, for its tokenizer; by default the model of the run.
-        benchmark: MLPerf benchmark whose targets must be reached.
-        baseline: Result of another evaluation; ``share`` of its metrics must be reached.
-        share: Of each metric of the baseline.
-        partial: Rows of the data set may have no answer.
-        progress: Called with the number of answers scored so far, and of all answers.
 
     Raises UsageError: A file cannot be read or does not fit; StorageError: The results cannot be written.
     """

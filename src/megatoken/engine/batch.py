@@ -43,21 +43,13 @@ class StepArrays:
 
 
 def step_arrays(
-    plan: StepPlan,
-    page_table: Ints,
-    page_size: int,
-    host_tokens: Callable[[int, int, int], list[int]],
-    padded_tokens: Callable[[int], int],
+    plan: StepPlan,  # what to run
+    page_table: Ints,  # the scheduler's [slots, pages], the plan's new pages included
+    page_size: int,  # tokens per page
+    host_tokens: Callable[[int, int, int], list[int]],  # ``(request_id, start, count) -> ids`` of prompt tokens
+    padded_tokens: Callable[[int], int],  # number of tokens -> number to run
 ) -> StepArrays:
-    """Turn a plan into arrays.
-
-    Args:
-        plan: what to run.
-        page_table: the scheduler's [slots, pages], the plan's new pages included.
-        page_size: tokens per page.
-        host_tokens: ``(request_id, start, count) -> ids`` of prompt tokens.
-        padded_tokens: number of tokens -> number to run.
-    """
+    """Turn a plan into arrays."""
     count, decodes = plan.count, plan.decodes
     ends = np.cumsum(count, dtype=np.int32)
     tokens = int(ends[-1])

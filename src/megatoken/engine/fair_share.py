@@ -175,19 +175,12 @@ class FairShare:
 
     def note_step(
         self,
-        slots: NDArray[np.int32],
-        ends: NDArray[np.int64],
-        unfinished: list[int],
-        computing: Collection[Group],
+        slots: NDArray[np.int32],  # ``[R]`` of the running sequences
+        ends: NDArray[np.int64],  # ``[R]`` tokens of each at its expected end
+        unfinished: list[int],  # indices of those that yield no token
+        computing: Collection[Group],  # the groups of these
     ) -> None:
-        """Count the answers' tokens of a step of several groups, and forget groups that were idle for long.
-
-        Args:
-            slots: ``[R]`` of the running sequences.
-            ends: ``[R]`` tokens of each at its expected end.
-            unfinished: indices of those that yield no token.
-            computing: the groups of these.
-        """
+        """Count the answers' tokens of a step of several groups, and forget groups that were idle for long."""
         self._step += 1
         number, size = self._number_by_slot[slots], self._numbers
         outputs = (np.bincount(number, minlength=size) - np.bincount(number[unfinished], minlength=size)).tolist()

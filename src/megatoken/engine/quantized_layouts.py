@@ -98,7 +98,7 @@ class Fp8Layout:
 
 @dataclass(frozen=True, slots=True)
 class Fp4Layout:
-    """e2m1 codes, two to a byte, with a scale for a block of inputs: NVFP4 (e4m3 and a second scale) or MXFP4 (e8m0)."""
+    """e2m1 codes, two to a byte, and a scale for each block of inputs: NVFP4 (e4m3, a second scale) or MXFP4 (e8m0)."""
 
     block: int  # inputs that share a scale
     codes: str = "weight"  # name of the codes after the module's

@@ -25,21 +25,13 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        stop: Iterable[str] = (),
-        include_stop: bool = False,
-        keep_special: bool = False,
-        min_tokens: int = 0,
+        tokenizer: Tokenizer,  # of the model
+        stop: Iterable[str] = (),  # strings that end the text; of several, the one that is complete first
+        include_stop: bool = False,  # the text ends after the stop string instead of before it
+        keep_special: bool = False,  # special tokens, such as the end token, are part of the text
+        min_tokens: int = 0,  # stop strings do not count in the text of so many tokens
     ) -> None:
-        """Begins an empty text.
-
-        Args:
-            tokenizer: of the model.
-            stop: strings that end the text; of several, the one that is complete first.
-            include_stop: the text ends after the stop string instead of before it.
-            keep_special: special tokens, such as the end token, are part of the text.
-            min_tokens: stop strings do not count in the text of so many tokens.
-        """
+        """Begins an empty text."""
         texts = tokenizer.token_texts(keep_special=keep_special)
         self._decoder = _WindowDecoder(tokenizer, keep_special) if texts is None else _TableDecoder(texts)
         self._cutter = _StopCutter(stop, include_stop) if stop else None

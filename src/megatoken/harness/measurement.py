@@ -95,36 +95,22 @@ class Measurement:
 
     def __init__(
         self,
-        test: Load,
+        test: Load,  # the load
+        # what LoadGen was asked for; None: a load that says itself when its samples are due
         settings: TestSettings | None,
-        rows: NDArray[np.int64],
-        data_set: Dataset,
-        target: Target,
-        record: Record,
-        progress: Progress,
-        text: TextStages | None = None,
-        planned_seconds: float | None = None,
+        rows: NDArray[np.int64],  # data set row of each row of LoadGen's library [library_rows]
+        data_set: Dataset,  # the requests
+        target: Target,  # what serves them
+        record: Record,  # stores the rows
+        progress: Progress,  # where to report how far it is
+        text: TextStages | None = None,  # where prompts and answers are text within the measured time
+        planned_seconds: float | None = None,  # when the load ends, if it ends by time and not by samples
         *,
-        keeps_token_times: bool = False,
-        power_meter: PowerMeter | None = None,
-        answers: Answers | None = None,
+        keeps_token_times: bool = False,  # whether to record when each token was seen
+        power_meter: PowerMeter | None = None,  # reads the power of the whole system
+        answers: Answers | None = None,  # reads every whole answer
     ) -> None:
-        """Waits for the first sample; the test has been started.
-
-        Args:
-            test: the load.
-            settings: what LoadGen was asked for; None: a load that says itself when its samples are due.
-            rows: data set row of each row of LoadGen's library [library_rows].
-            data_set: the requests.
-            target: what serves them.
-            record: stores the rows.
-            progress: where to report how far it is.
-            text: where prompts and answers are text within the measured time.
-            planned_seconds: when the load ends, if it ends by time and not by samples.
-            keeps_token_times: whether to record when each token was seen.
-            power_meter: reads the power of the whole system.
-            answers: reads every whole answer.
-        """
+        """Waits for the first sample; the test has been started."""
         self._test = test
         self._library = rows
         self._data_set = data_set

@@ -125,23 +125,14 @@ def doubts(log: DetailLog, observed: Observed) -> list[Shortfall]:
 
 
 def judge(
-    claimed: bool,
-    unmet: Sequence[Shortfall],
-    failed_samples: int,
-    samples: int,
-    inaccurate: Sequence[Reason] = (),
-    doubts: Sequence[Shortfall] = (),
+    claimed: bool,  # whether the run claims the rules
+    unmet: Sequence[Shortfall],  # the rules that its log does not meet
+    failed_samples: int,  # samples that ended with an error; they make any run INVALID
+    samples: int,  # samples issued
+    inaccurate: Sequence[Reason] = (),  # what a gate found wrong with the answers; it makes any run INVALID
+    doubts: Sequence[Shortfall] = (),  # about the measurement; they make a run INVALID that claims rules
 ) -> tuple[Verdict, list[Reason]]:
-    """The verdict on a finished run, and its reasons.
-
-    Args:
-        claimed: Whether the run claims the rules.
-        unmet: The rules that its log does not meet.
-        failed_samples: Samples that ended with an error; they make any run INVALID.
-        samples: Samples issued.
-        inaccurate: What a gate found wrong with the answers; it makes any run INVALID.
-        doubts: About the measurement; they make a run INVALID that claims rules.
-    """
+    """The verdict on a finished run, and its reasons."""
     reasons: list[Reason] = []
     if failed_samples:
         reasons.append(reason("FAILED_SAMPLES", failed=failed_samples, samples=samples))

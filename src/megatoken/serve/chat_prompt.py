@@ -14,29 +14,18 @@ _OWN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_
 
 
 async def chat_prompt(
-    api: ApiContext,
-    messages: Sequence[Message],
+    api: ApiContext,  # the model
+    messages: Sequence[Message],  # of the chat
     *,
-    tenant: str = "",
-    tools: Sequence[Tool] = (),
-    template: str | None = None,
-    variables: dict[str, Any] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    add_special_tokens: bool = False,
+    tenant: str = "",  # whose chat it is
+    tools: Sequence[Tool] = (),  # that the template may list
+    template: str | None = None,  # text of a template to use in place of the model's
+    variables: dict[str, Any] | None = None,  # further names that the template sees
+    add_generation_prompt: bool = True,  # end with the beginning of an answer
+    continue_final_message: bool = False,  # leave the last message open
+    add_special_tokens: bool = False,  # let the tokenizer add its own, too
 ) -> list[int]:
     """The token ids of the prompt. The template writes the special tokens.
-
-    Args:
-        api: the model.
-        messages: of the chat.
-        tenant: whose chat it is.
-        tools: that the template may list.
-        template: text of a template to use in place of the model's.
-        variables: further names that the template sees.
-        add_generation_prompt: end with the beginning of an answer.
-        continue_final_message: leave the last message open.
-        add_special_tokens: let the tokenizer add its own, too.
 
     Raises:
         ApiError: the template cannot render this, or the text cannot be encoded.

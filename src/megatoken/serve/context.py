@@ -54,20 +54,13 @@ class ApiContext:
     @classmethod
     def open(
         cls,
-        client: EngineClient,
-        model: ServedModel,
-        tokenizer: Tokenizer | None,
-        settings: ApiSettings,
-        note: Callable[[str], None],
+        client: EngineClient,  # where requests go
+        model: ServedModel,  # that is served
+        tokenizer: Tokenizer | None,  # of the model
+        settings: ApiSettings,  # of the operator
+        note: Callable[[str], None],  # takes a line for the log
     ) -> ApiContext:
         """Read the model's templates and defaults.
-
-        Args:
-            client: where requests go.
-            model: that is served.
-            tokenizer: of the model.
-            settings: of the operator.
-            note: takes a line for the log.
 
         Raises:
             CheckpointError, UsageError: a file cannot be used.

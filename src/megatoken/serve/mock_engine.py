@@ -29,21 +29,13 @@ class MockEngine:
 
     def __init__(
         self,
-        model: ModelConfig,
-        vocabulary: list[int],
-        tokens_per_second: float,
-        on_step: Callable[[Step], None],
-        max_sequences: int,
+        model: ModelConfig,  # whose limits hold
+        vocabulary: list[int],  # ids to answer with, in turn
+        tokens_per_second: float,  # of one stream
+        on_step: Callable[[Step], None],  # called after every step, on the thread
+        max_sequences: int,  # streams that run at once; a whole number of others wait
     ) -> None:
-        """Starts the thread.
-
-        Args:
-            model: whose limits hold.
-            vocabulary: ids to answer with, in turn.
-            tokens_per_second: of one stream.
-            on_step: called after every step, on the thread.
-            max_sequences: streams that run at once; a whole number of others wait.
-        """
+        """Starts the thread."""
         self.failure: BaseException | None = None
         self.step_began_ns = 0
         self._model = model

@@ -94,28 +94,18 @@ class ReplicaSet:
 
     def __init__(
         self,
-        hub: Hub,
-        patience: Patience,
+        hub: Hub,  # that hands requests over, and out what comes back; started when the first replica serves
+        patience: Patience,  # how long to wait for what
         *,
-        restarts: bool,
-        prefix_cache: bool,
-        folder: Path | None,
-        note: Callable[[str], None],
-        give_up: Callable[[int], None],
+        restarts: bool,  # whether lost replicas are started again
+        prefix_cache: bool,  # whether replicas cache prefixes
+        folder: Path | None,  # of the model's files on this machine, where HTTP processes read them
+        note: Callable[[str], None],  # takes a line for the log, on any thread
+        give_up: Callable[[int], None],  # called with the number of a replica that was lost and has not come back
+        # called whenever it changes how many replicas serve: with that number, and how many should
         on_change: Callable[[int, int], None],
     ) -> None:
-        """Prepares an empty set.
-
-        Args:
-            hub: that hands requests over, and out what comes back; started when the first replica serves.
-            patience: how long to wait for what.
-            restarts: whether lost replicas are started again.
-            prefix_cache: whether replicas cache prefixes.
-            folder: of the model's files on this machine, where HTTP processes read them.
-            note: takes a line for the log, on any thread.
-            give_up: called with the number of a replica that was lost and has not come back.
-            on_change: called whenever it changes how many replicas serve: with that number, and how many should.
-        """
+        """Prepares an empty set."""
         self.failure: BaseException | None = None
         self.step_began_ns = 0
         self.address = ("", 0)

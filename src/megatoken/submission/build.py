@@ -70,25 +70,18 @@ class Built:
 
 
 def build(
+    # for each scenario a performance run, an accuracy run and, in the closed division, the compliance test
     paths: Sequence[Path],
     *,
-    submitter: str,
-    division: str,
-    round_: str,
-    out: Path,
+    submitter: str,  # name of the submitter's folder, also in the system description
+    division: str,  # closed or open
+    round_: str,  # v5.1, v6.0 or v6.1
+    out: Path,  # folder to create; must not exist, or be empty
+    # MLPerf's folder name. None: from the model name and the scores, or as the runs claim.
     benchmark: str | None = None,
-    system: str | None = None,
+    system: str | None = None,  # name of the system. None: from the hardware inventory.
 ) -> Built:
     """Write the submission of one system and one model to ``out``.
-
-    Args:
-        paths: for each scenario a performance run, an accuracy run and, in the closed division, the compliance test.
-        submitter: name of the submitter's folder, also in the system description.
-        division: closed or open.
-        round_: v5.1, v6.0 or v6.1.
-        out: folder to create; must not exist, or be empty.
-        benchmark: MLPerf's folder name. None: from the model name and the scores, or as the runs claim.
-        system: name of the system. None: from the hardware inventory.
 
     Raises RefusedRunsError: run folders that cannot be submitted, one line each; UsageError: an invalid name, division
     or round, or ``out`` is in use; StorageError: ``out`` cannot be written. Nothing is left behind.

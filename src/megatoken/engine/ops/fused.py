@@ -92,23 +92,15 @@ def _launch_add_rms_norm(
 
 
 def add_rms_norm(
-    delta_TD: Tensor | None,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    epsilon: float,
-    scale: Tensor | None = None,
+    delta_TD: Tensor | None,  # bf16 [T, D], or None to leave the residual unchanged
+    residual_TD: Tensor,  # bf16 [T, D]; the sum is rounded to bf16 before it is normalised
+    weight_D: Tensor,  # bf16 or fp32 [D], D up to 16,384
+    epsilon: float,  # added to the mean square
+    scale: Tensor | None = None,  # fp32, one element: the result is e4m3 of ``y / scale``. None: the result is bf16.
     *,
-    warps: int | None = None,
+    warps: int | None = None,  # per program; by default one for 1,024 columns
 ) -> Tensor:
     """``residual += delta`` in place, then RMSNorm of the sum.
-
-    Args:
-        delta_TD: bf16 [T, D], or None to leave the residual unchanged.
-        residual_TD: bf16 [T, D]; the sum is rounded to bf16 before it is normalised.
-        weight_D: bf16 or fp32 [D], D up to 16,384.
-        epsilon: added to the mean square.
-        scale: fp32, one element: the result is e4m3 of ``y / scale``. None: the result is bf16.
-        warps: per program; by default one for 1,024 columns.
 
     Returns:
         e4m3 or bf16 [T, D].
@@ -319,39 +311,23 @@ def _rotate_and_write_kernel(
 
 
 def rotate_and_write(
-    qkv_TN: Tensor,
-    cos_LE: Tensor,
-    sin_LE: Tensor,
-    positions_T: Tensor,
-    cache_slots_T: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    q_norm_E: Tensor | None = None,
-    k_norm_E: Tensor | None = None,
-    epsilon: float = 0.0,
+    qkv_TN: Tensor,  # bf16 [T, (H + 2 K) E]: query heads, key heads, value heads
+    cos_LE: Tensor,  # fp32 [L, E] from ``model.rotary_tables``; the second half of each row is read
+    sin_LE: Tensor,  # the same for the signed sine
+    positions_T: Tensor,  # int32 [T], below L
+    cache_slots_T: Tensor,  # int32 [T], page * S + offset in the page; tokens without a sequence go to the dump page
+    k_cache: Tensor,  # e4m3 or bf16 [P, K, S, E], written in place
+    v_cache: Tensor,  # like ``k_cache``
+    k_scale: float = 1.0,  # stored keys are ``k / k_scale``, saturated if the cache is e4m3
+    v_scale: float = 1.0,  # the same for values
+    q_norm_E: Tensor | None = None,  # RMSNorm weight of each query head before the rotation (Qwen3)
+    k_norm_E: Tensor | None = None,  # the same for keys
+    epsilon: float = 0.0,  # of these norms
     *,
-    block_heads: int = 16,
-    warps: int = 4,
+    block_heads: int = 16,  # heads per program, a power of two
+    warps: int = 4,  # per program; with fewer than 4 the tables go through shared memory
 ) -> Tensor:
     """Normalise queries and keys if there are norms, rotate them, and write keys and values into their pages.
-
-    Args:
-        qkv_TN: bf16 [T, (H + 2 K) E]: query heads, key heads, value heads.
-        cos_LE: fp32 [L, E] from ``model.rotary_tables``; the second half of each row is read.
-        sin_LE: the same for the signed sine.
-        positions_T: int32 [T], below L.
-        cache_slots_T: int32 [T], page * S + offset in the page; tokens without a sequence go to the dump page.
-        k_cache: e4m3 or bf16 [P, K, S, E], written in place.
-        v_cache: like ``k_cache``.
-        k_scale: stored keys are ``k / k_scale``, saturated if the cache is e4m3.
-        v_scale: the same for values.
-        q_norm_E: RMSNorm weight of each query head before the rotation (Qwen3).
-        k_norm_E: the same for keys.
-        epsilon: of these norms.
-        block_heads: heads per program, a power of two.
-        warps: per program; with fewer than 4 the tables go through shared memory.
 
     Returns:
         Rotated queries, bf16 [T, H, E].

@@ -122,33 +122,21 @@ def activation_scale(activation: ClampedSwiglu) -> float:
 
 
 def grouped_product(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weights_XNK: Tensor,
-    weight_scale_XN: Tensor | None,
-    order_R: Tensor,
-    starts: Tensor,
+    x: Tensor,  # bf16 or e4m3; with ``choices`` [T, K], the input of each token, otherwise [R, K], of each sorted row
+    x_scale: Tensor | None,  # fp32 with an element for each row of ``x``; None for 1
+    weights_XNK: Tensor,  # of the same type; its rows have a multiple of 16 bytes
+    weight_scale_XN: Tensor | None,  # fp32, if it is e4m3
+    order_R: Tensor,  # the choice that each sorted row is, token * choices + its number; int32
+    starts: Tensor,  # int32 [X + 1], the first sorted row of each group, and R
     *,
-    bias_XN: Tensor | None = None,
-    choices: int | None = None,
+    bias_XN: Tensor | None = None,  # added to the scaled sums
+    choices: int | None = None,  # of a token, to read its row for each of them. None: ``x`` is sorted already.
+    # fp32, multiplies the output of each choice; in the order of choices. Not with ``activation``.
     factors_R: Tensor | None = None,
-    activation: ClampedSwiglu | None = None,
-    config: TileConfig | None = None,
+    activation: ClampedSwiglu | None = None,  # of outputs 2 n, the gate, and 2 n + 1
+    config: TileConfig | None = None,  # by default chosen by the average number of rows in a group
 ) -> Tensor:
     """Each row times the transposed weight of its group, plus its bias.
-
-    Args:
-        x: bf16 or e4m3; with ``choices`` [T, K], the input of each token, otherwise [R, K], of each sorted row.
-        x_scale: fp32 with an element for each row of ``x``; None for 1.
-        weights_XNK: of the same type; its rows have a multiple of 16 bytes.
-        weight_scale_XN: fp32, if it is e4m3.
-        order_R: the choice that each sorted row is, token * choices + its number; int32.
-        starts: int32 [X + 1], the first sorted row of each group, and R.
-        bias_XN: added to the scaled sums.
-        choices: of a token, to read its row for each of them. None: ``x`` is sorted already.
-        factors_R: fp32, multiplies the output of each choice; in the order of choices. Not with ``activation``.
-        activation: of outputs 2 n, the gate, and 2 n + 1.
-        config: by default chosen by the average number of rows in a group.
 
     Returns:
         bf16 [R, N]: with ``choices`` sorted rows, otherwise in the order of choices. With ``activation`` [R, N / 2] in

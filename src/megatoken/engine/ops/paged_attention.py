@@ -310,43 +310,26 @@ def split_tokens(
 
 
 def decode_attention(
-    q_BHE: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table_BW: Tensor,
-    lengths_B: Tensor,
-    out_BHE: Tensor,
+    q_BHE: Tensor,  # bf16 [B, H, E]
+    k_cache: Tensor,  # e4m3 or bf16 [P, K, S, E], like v_cache
+    v_cache: Tensor,  # like k_cache
+    page_table_BW: Tensor,  # int32 [B, W]; entries past a sequence's last page are not read. Rows may be strided.
+    lengths_B: Tensor,  # int32 [B], visible keys; 0 gives zeros
+    out_BHE: Tensor,  # written: bf16 [B, H, E], or e4m3 with ``out_scale``
     *,
-    softmax_scale: float,
-    max_length: int,
-    total_tokens: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    out_scale: float | None = None,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-    config: DecodeConfig = DecodeConfig(),
+    softmax_scale: float,  # positive; usually E ** -0.5
+    max_length: int,  # at least the largest length, known to the host, which need not wait for the device
+    total_tokens: int,  # about the sum of lengths, for the splitting
+    k_scale: float = 1.0,  # positive
+    v_scale: float = 1.0,  # any
+    out_scale: float | None = None,  # None for a bf16 output
+    window: int | None = None,  # the last keys of each sequence, which alone are seen; None for all
+    sinks_H: Tensor | None = None,  # fp32 [H], of each head a score (scaled already) of one more key, whose value is 0
+    config: DecodeConfig = DecodeConfig(),  # tile sizes and splitting
 ) -> Tensor:
     """One query a sequence against all its cached keys, or those in its window.
 
     ``out[b, h] = softmax(q[b, h] . k[0 .. length_b] x softmax_scale x k_scale) v[0 .. length_b] x v_scale / out_scale``
-
-    Args:
-        q_BHE: bf16 [B, H, E].
-        k_cache: e4m3 or bf16 [P, K, S, E], like v_cache.
-        v_cache: like k_cache.
-        page_table_BW: int32 [B, W]; entries past a sequence's last page are not read. Rows may be strided.
-        lengths_B: int32 [B], visible keys; 0 gives zeros.
-        out_BHE: written: bf16 [B, H, E], or e4m3 with ``out_scale``.
-        softmax_scale: positive; usually E ** -0.5.
-        max_length: at least the largest length, known to the host, which need not wait for the device.
-        total_tokens: about the sum of lengths, for the splitting.
-        k_scale: positive.
-        v_scale: any.
-        out_scale: None for a bf16 output.
-        window: the last keys of each sequence, which alone are seen; None for all.
-        sinks_H: fp32 [H], of each head a score (scaled already) of one more key, whose value is 0.
-        config: tile sizes and splitting.
 
     Returns:
         out_BHE.

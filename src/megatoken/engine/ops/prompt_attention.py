@@ -152,45 +152,28 @@ def _chunk_kernel(
 
 
 def chunk_attention(
-    q_THE: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table_CW: Tensor,
-    chunk_starts_C1: Tensor,
-    contexts_C: Tensor,
-    out_THE: Tensor,
+    q_THE: Tensor,  # bf16 [T, H, E]; chunk c has tokens chunk_starts[c] .. chunk_starts[c + 1] - 1.
+    k_cache: Tensor,  # e4m3 or bf16 [P, K, S, E], like v_cache
+    v_cache: Tensor,  # like k_cache
+    page_table_CW: Tensor,  # int32 [C, W]. Rows may be strided.
+    chunk_starts_C1: Tensor,  # int32 [C + 1], not decreasing
+    contexts_C: Tensor,  # int32 [C], keys visible to the chunk's last token, at least the chunk's tokens
+    out_THE: Tensor,  # written for the chunks' tokens: bf16 [T, H, E], or e4m3 with ``out_scale``
     *,
-    softmax_scale: float,
-    longest_chunk: int,
+    softmax_scale: float,  # positive; usually E ** -0.5
+    longest_chunk: int,  # at least the tokens of the longest chunk
+    # the largest of ``contexts_C``; at most ``PAGED_CONTEXT`` in a recorded step, whose contexts vary
     max_context: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    out_scale: float | None = None,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-    config: ChunkConfig | None = None,
+    k_scale: float = 1.0,  # positive
+    v_scale: float = 1.0,  # any
+    out_scale: float | None = None,  # None for a bf16 output
+    window: int | None = None,  # how many keys a token sees, itself included; None for all
+    sinks_H: Tensor | None = None,  # fp32 [H], of each head a score (scaled already) of one more key, whose value is 0
+    config: ChunkConfig | None = None,  # tile sizes; None to choose
 ) -> Tensor:
     """Causal attention of prompt chunks whose keys and values are already in the cache.
 
     Token t of the N tokens of chunk c sees keys 0 .. contexts[c] - N + t, or the last of these.
-
-    Args:
-        q_THE: bf16 [T, H, E]; chunk c has tokens chunk_starts[c] .. chunk_starts[c + 1] - 1.
-        k_cache: e4m3 or bf16 [P, K, S, E], like v_cache.
-        v_cache: like k_cache.
-        page_table_CW: int32 [C, W]. Rows may be strided.
-        chunk_starts_C1: int32 [C + 1], not decreasing.
-        contexts_C: int32 [C], keys visible to the chunk's last token, at least the chunk's tokens.
-        out_THE: written for the chunks' tokens: bf16 [T, H, E], or e4m3 with ``out_scale``.
-        softmax_scale: positive; usually E ** -0.5.
-        longest_chunk: at least the tokens of the longest chunk.
-        max_context: the largest of ``contexts_C``; at most ``PAGED_CONTEXT`` in a recorded step, whose contexts vary.
-        k_scale: positive.
-        v_scale: any.
-        out_scale: None for a bf16 output.
-        window: how many keys a token sees, itself included; None for all.
-        sinks_H: fp32 [H], of each head a score (scaled already) of one more key, whose value is 0.
-        config: tile sizes; None to choose.
 
     Returns:
         out_THE.

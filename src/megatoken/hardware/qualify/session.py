@@ -25,27 +25,17 @@ CAPPED_SHARE = 0.98
 
 
 def qualify(
-    tests: Sequence[HardwareTest],
-    setting: Setting,
-    device: Device,
+    tests: Sequence[HardwareTest],  # see ``choose``
+    setting: Setting,  # one of ``SETTINGS`` or another
+    device: Device,  # which form of the tests
     *,
-    full: bool = False,
-    baseline: Path | None = None,
-    gpu: str | None = None,
-    suffix: str = "",
-    progress: Callable[[int, int], None] | None = None,
+    full: bool = False,  # whether tests may take the time of the full set
+    baseline: Path | None = None,  # ``qualify.json`` of an earlier qualification of this machine
+    gpu: str | None = None,  # the only one to test, as CUDA_VISIBLE_DEVICES names it; None: the first
+    suffix: str = "",  # of this part's names in ``baseline``
+    progress: Callable[[int, int], None] | None = None,  # called with the number of tests that have ended, and of all
 ) -> Iterator[dict[str, Any]]:
     """Run tests and yield the document after each of them, the last one complete.
-
-    Args:
-        tests: see ``choose``.
-        setting: one of ``SETTINGS`` or another.
-        device: which form of the tests.
-        full: whether tests may take the time of the full set.
-        baseline: ``qualify.json`` of an earlier qualification of this machine.
-        gpu: the only one to test, as CUDA_VISIBLE_DEVICES names it; None: the first.
-        suffix: of this part's names in ``baseline``.
-        progress: called with the number of tests that have ended, and of all.
 
     Some tests run a second time after the others, so that a drift of the machine shows in their windows; so does a test
     that failed only because it was slow. If its two runs differ, its values are noisy, and noisy values do not fail.

@@ -69,26 +69,16 @@ class Users:
 
     def __init__(
         self,
-        talk: Talk,
-        users: int,
-        seed: Sequence[int],
+        talk: Talk,  # what they say
+        users: int,  # how many
+        seed: Sequence[int],  # of conversations, pauses and random tokens
         *,
-        medium: Medium,
-        tokenizer: Tokenizer | None,
-        vocabulary_size: int,
-        max_length: int | None,
+        medium: Medium,  # token ids, the messages of a chat, or one text
+        tokenizer: Tokenizer | None,  # of ids for recorded texts
+        vocabulary_size: int,  # of random ids
+        max_length: int | None,  # of a history with its answer; None: unknown
     ) -> None:
-        """Takes what users say and what the target takes.
-
-        Args:
-            talk: what they say.
-            users: how many.
-            seed: of conversations, pauses and random tokens.
-            medium: token ids, the messages of a chat, or one text.
-            tokenizer: of ids for recorded texts.
-            vocabulary_size: of random ids.
-            max_length: of a history with its answer; None: unknown.
-        """
+        """Takes what users say and what the target takes."""
         self._talk, self._medium, self._tokenizer = talk, medium, tokenizer
         self._vocabulary_size, self._max_length = vocabulary_size, max_length
         self._draws = random.Random(repr((tuple(seed), users)))
