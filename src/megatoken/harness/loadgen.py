@@ -65,7 +65,7 @@ class TestSettings:
 
     scenario: Scenario  # interactive is Server under another model name
     mode: Literal["performance", "accuracy"]  # accuracy keeps every token id
-    model: str  # loadGen's name of the benchmark, which decides limits and switches its token metrics on
+    model: str  # LoadGen's name of the benchmark, which decides limits and switches its token metrics on
     library_rows: int  # rows that LoadGen draws from
     samples: int | None  # fewest samples
     min_duration_seconds: float | None  # shortest test

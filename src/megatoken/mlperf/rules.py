@@ -66,7 +66,7 @@ class Observed:
 
     scenario: str  # as configurations spell it
     mode: str  # performance, accuracy, or compliance: a test that measures no speed
-    # loadGen's library repeats some of them if it has more rows, and leaves some out if it has fewer
+    # LoadGen's library repeats some of them if it has more rows, and leaves some out if it has fewer
     data_set_rows: int
     last_due_seconds: float = 0.0  # when the last sample was due
     limits: LatencyLimits | None = None  # of the benchmark in this scenario; None if it has none

@@ -36,7 +36,7 @@ class Value:
     windows: Sequence[float]  # one value per window of time, in order
     # which direction is good; ``zero``: any other value is a fault; empty: recorded only
     better: Literal["higher", "lower", "zero", ""] = "higher"
-    bound: Bound | None = None  # none: none is known
+    bound: Bound | None = None  # None: none is known
     note: str = ""  # what a reader must know about it
 
     @property
