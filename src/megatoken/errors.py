@@ -44,15 +44,11 @@ class DatasetError(UsageError):
 
 
 class RequestError(UsageError):
-    """One request cannot be served: empty prompt, unknown token id, longer than the context.
-
-    Attributes:
-        field: of the request, the one at fault; None: no single one.
-    """
+    """One request cannot be served: empty prompt, unknown token id, longer than the context."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
-        self.field = field
+        self.field = field  # of the request, the one at fault; None: no single one
 
 
 class CapacityError(UsageError):

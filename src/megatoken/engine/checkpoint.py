@@ -27,15 +27,7 @@ _DRAW_ELEMENTS = 1 << 15  # the largest operation that torch runs on the calling
 
 
 class Checkpoint:
-    """Weights of a Hugging Face directory. Made by ``open``; ``read`` may be called from several threads.
-
-    Attributes:
-        config: Shape of the model; end tokens come from ``generation_config.json`` if that file exists.
-        quantized: The linears that are stored in fewer bits, with their scales; None if none are.
-        tensors: What the files hold, by name; without a head that is tied to the embedding.
-        content_hash: SHA-256 over the configuration files and every shard's name, size and header: cheap, but it does
-            not see a change of weights that keeps names and shapes.
-    """
+    """Weights of a Hugging Face directory. Made by ``open``; ``read`` may be called from several threads."""
 
     def __init__(
         self,
@@ -45,11 +37,13 @@ class Checkpoint:
         content_hash: str,
         stacked: StackedExperts | None = None,
     ) -> None:
-        self.config = config
-        self.quantized = quantized
+        self.config = config  # shape of the model; end tokens come from ``generation_config.json`` if that file exists
+        self.quantized = quantized  # the linears that are stored in fewer bits, with their scales; None if none are
         self._stacked = stacked
+        # SHA-256 over the configuration files and every shard's name, size and header: cheap, but it does not see a
+        # change of weights that keeps names and shapes
         self.content_hash = content_hash
-        self.tensors = tensors
+        self.tensors = tensors  # what the files hold, by name; without a head that is tied to the embedding
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
@@ -123,17 +117,13 @@ class RandomWeights:
     A linear weight has standard deviation 1/sqrt(inputs), so that every layer adds to the residual stream at the same
     order and logits have a standard deviation of about 1. Norm weights are around 1 and biases around 0, off by 0.1.
     A value depends on seed, tensor name, position and kind of device only, not on the order of reading or on threads.
-
-    Attributes:
-        config: The shape.
-        quantized: None: linears are drawn before they are quantised.
-        content_hash: SHA-256 over shape and seed.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        self.config = config
-        self.quantized: None = None
+        self.config = config  # the shape
+        self.quantized: None = None  # None: linears are drawn before they are quantised
         experts = "" if config.experts is None else f" {config.experts}"
+        # SHA-256 over shape and seed
         self.content_hash = hashlib.sha256(f"random {seed} {replace(config, name='')}{experts}".encode()).hexdigest()
         self._seed = seed
         self._shapes = config.tensor_shapes()

@@ -60,18 +60,13 @@ class Group:
 
 
 class FairShare:
-    """The groups that have requests, or had some in the last ``REMEMBERED_STEPS`` steps.
-
-    Attributes:
-        several: whether there is more than one.
-        by_slot: the group of each running request.
-    """
+    """The groups that have requests, or had some in the last ``REMEMBERED_STEPS`` steps."""
 
     def __init__(self, max_sequences: int, max_batched_tokens: int) -> None:
         """Starts without groups."""
         self._recent_tokens = RECENT_BUDGETS * max_batched_tokens
-        self.several = False
-        self.by_slot: list[Group] = [Group(0, 1.0)] * max_sequences
+        self.several = False  # whether there is more than one
+        self.by_slot: list[Group] = [Group(0, 1.0)] * max_sequences  # the group of each running request
         self._number_by_slot = np.zeros(max_sequences, dtype=np.int64)
         self._groups: dict[str, Group] = {}
         self._level = 0.0  # the lowest counter of a group with a prompt to compute; it never falls

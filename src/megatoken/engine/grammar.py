@@ -55,16 +55,12 @@ MASK_THREADS = 8
 
 
 class Guide:
-    """What one answer may have next.
-
-    Attributes:
-        failed: there is no next mask.
-    """
+    """What one answer may have next."""
 
     def __init__(self, grammars: Grammars, grammar: Grammar, matcher: Any, mask_words: int) -> None:
         self._grammars, self._grammar, self._matcher = grammars, grammar, matcher
         self._consumed = 0
-        self.failed = False
+        self.failed = False  # there is no next mask
         self._mask = np.zeros(mask_words, dtype=np.int32)
 
     def start(self, generated: Sequence[int]) -> Future[NDArray[np.int32]]:

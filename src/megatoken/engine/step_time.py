@@ -34,14 +34,7 @@ LEAST_PROMPT_SHARE = 1 / 16  # of the token budget: the oldest prompt moves on h
 
 
 class StepTime:
-    """Learns what steps cost and says what the next one may hold.
-
-    Attributes:
-        target_seconds: that steps should take at most, on average over dozens of them.
-        max_batched_tokens: token budget of a step, whatever the tokens cost.
-        saved_seconds: what the measured steps with decodes saved of their targets; below zero what later steps have to
-            make up for.
-    """
+    """Learns what steps cost and says what the next one may hold."""
 
     def __init__(self, target_seconds: float, max_batched_tokens: int) -> None:
         """Starts without measurements: the first steps get the least share of tokens for prompts, and any sequences.
@@ -53,13 +46,14 @@ class StepTime:
             raise ValueError(
                 f"target_seconds {target_seconds} and max_batched_tokens {max_batched_tokens} must be positive"
             )
-        self.target_seconds = target_seconds
-        self.max_batched_tokens = max_batched_tokens
+        self.target_seconds = target_seconds  # that steps should take at most, on average over dozens of them
+        self.max_batched_tokens = max_batched_tokens  # token budget of a step, whatever the tokens cost
         self._least_prompt_tokens = max(1, round(LEAST_PROMPT_SHARE * max_batched_tokens))
         self._moments = np.zeros((3, 3))  # of (1, tokens, cached tokens), recent steps counting more
         self._products = np.zeros(3)  # of the same with seconds
         self._steps = 0.0
         self._prices: NDArray[np.float64] | None = None
+        # what the measured steps with decodes saved of their targets; below zero what later steps have to make up for
         self.saved_seconds = 0.0
 
     def note(self, tokens: int, cached_tokens: int, seconds: float, *, decodes: bool) -> None:

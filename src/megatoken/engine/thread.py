@@ -34,10 +34,6 @@ class EngineThread:
 
     The ids of requests are those of the engine, in the order of submission. Requests are checked, and text is encoded,
     on the caller's thread; each call costs the stepping thread one look at a queue.
-
-    Attributes:
-        failure: the error that ended the thread, or None.
-        step_began_ns: when the step that runs now began; 0 while none runs.
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[Step], None] | None = None, *, name: str = "engine") -> None:
@@ -51,8 +47,8 @@ class EngineThread:
         """
         if engine.busy:
             raise MegatokenError("the engine has requests in flight; run them to their ends or cancel them first")
-        self.failure: BaseException | None = None
-        self.step_began_ns = 0
+        self.failure: BaseException | None = None  # the error that ended the thread, or None
+        self.step_began_ns = 0  # when the step that runs now began; 0 while none runs
         self._engine = engine
         self._on_step = on_step
         self._next_id = engine.next_id

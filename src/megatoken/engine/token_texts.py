@@ -17,14 +17,11 @@ class TokenTexts(dict[int, str | bytes]):
     """By token id: its text, or its bytes if they are not whole characters. Filled at first use.
 
     Ids without a token, and special tokens unless ``keep_special``, add nothing.
-
-    Attributes:
-        leading_spaces: how many spaces the tokenizer leaves out at the beginning of a text.
     """
 
     def __init__(self, tokenizer: FastTokenizer, to_bytes: Callable[[str], bytes], leading: int, keep: bool) -> None:
         """``to_bytes``: from a token as the vocabulary writes it; ``keep``: special tokens are part of the text."""
-        self.leading_spaces = leading
+        self.leading_spaces = leading  # how many spaces the tokenizer leaves out at the beginning of a text
         self._tokenizer = tokenizer
         self._to_bytes = to_bytes
         added = tokenizer.get_added_tokens_decoder()

@@ -85,13 +85,7 @@ class _Spent:
 
 
 class Measurement:
-    """One running test; call ``step`` until ``over``.
-
-    Attributes:
-        failed: samples that ended with an error.
-        wall_clock: how far the wall clock was set during the test.
-        core_wait: how long this process waited for a core during the test.
-    """
+    """One running test; call ``step`` until ``over``."""
 
     def __init__(
         self,
@@ -137,15 +131,15 @@ class Measurement:
         self._work = ExpectedWork()
         self._input_tokens = self._output_tokens = 0
         self._noted_output_tokens = 0
-        self.failed = 0
+        self.failed = 0  # samples that ended with an error
         if isinstance(target, RemoteTarget):
             target.begin()
             if isinstance(test, HasFileno):
                 target.wake_on(test)
         # This also reads power for the first time: each later reading is the mean since the one before.
         self._before = {(one.node, one.replica): one for one in target.replicas()}
-        self.wall_clock = WallClockSteps()
-        self.core_wait = CoreWait()
+        self.wall_clock = WallClockSteps()  # how far the wall clock was set during the test
+        self.core_wait = CoreWait()  # how long this process waited for a core during the test
         issued: list[Issued] = []
         while not issued:
             issued = test.take_issued(timeout_seconds=0.1)

@@ -63,12 +63,7 @@ class Delta:
 
 
 class Choice:
-    """One of the answers to a prompt: the sink of one engine request.
-
-    Attributes:
-        write_text: set by a stream to take pieces of text, in place of ``Answer.add``, between the first event and the
-            last.
-    """
+    """One of the answers to a prompt: the sink of one engine request."""
 
     __slots__ = (
         "_answer",
@@ -97,6 +92,7 @@ class Choice:
         self.request_id: int | None = None
         self.ended = False
         self.cached_tokens = 0
+        # set by a stream to take pieces of text, in place of ``Answer.add``, between the first event and the last
         self.write_text: Callable[[str], None] | None = None
 
     def on_event(self, event: TokenEvent) -> None:

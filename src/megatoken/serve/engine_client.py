@@ -48,13 +48,7 @@ class Refused(MegatokenError):  # noqa: N818
 
 
 class EngineClient(asyncio.Protocol):
-    """Sends requests to the engine process and hands its events to their sinks. Reconnects when it was restarted.
-
-    Attributes:
-        message: what there is to say about ``health``.
-        draining: set when new requests are refused because the server is stopping.
-        replicas: how many serve, of a rack.
-    """
+    """Sends requests to the engine process and hands its events to their sinks. Reconnects when it was restarted."""
 
     def __init__(
         self, path: str, on_model: Callable[[ServedModel], None], log: Callable[[str], None], *, restarts: bool
@@ -67,9 +61,9 @@ class EngineClient(asyncio.Protocol):
             log: takes a line about a fault.
             restarts: whether an engine process that has ended is started again.
         """
-        self.message = "the engine is starting"
-        self.draining = False
-        self.replicas: Replicas | None = None
+        self.message = "the engine is starting"  # what there is to say about ``health``
+        self.draining = False  # set when new requests are refused because the server is stopping
+        self.replicas: Replicas | None = None  # how many serve, of a rack
         self._path = path
         self._on_model = on_model
         self._log = log

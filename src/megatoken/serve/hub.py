@@ -58,11 +58,7 @@ class SharedEngine(Protocol):
 
 
 class Hub:
-    """Lives on the event loop's thread. ``take_step`` alone may be called from another one.
-
-    Attributes:
-        model: that is served; None until ``start``.
-    """
+    """Lives on the event loop's thread. ``take_step`` alone may be called from another one."""
 
     def __init__(
         self, max_queued: int, *, several_tenants: bool, restarts: bool, fail: Callable[[str], None], rack: bool = False
@@ -91,7 +87,7 @@ class Hub:
         self._entries: dict[int, Entry] = {}  # by the engine's id
         self._health = Health.STARTING
         self._message = "the engine is starting"
-        self.model: ServedModel | None = None
+        self.model: ServedModel | None = None  # that is served; None until ``start``
         self._last_step = time.monotonic()
         self._last_steps: dict[str, float] = {}  # by engine
         self._computed_tokens = 0

@@ -55,14 +55,10 @@ class LinkOwner(Protocol):
 
 
 class Link(asyncio.Protocol):
-    """One connection. ``closed`` is set when it has ended.
-
-    Attributes:
-        open: its requests that have not ended, by their ids.
-    """
+    """One connection. ``closed`` is set when it has ended."""
 
     def __init__(self, hub: LinkOwner) -> None:
-        self.open: dict[int, Entry] = {}
+        self.open: dict[int, Entry] = {}  # its requests that have not ended, by their ids
         self.closed = asyncio.Event()
         self._hub = hub
         self._reader = FrameReader()

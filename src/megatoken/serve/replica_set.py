@@ -354,19 +354,13 @@ class ReplicaSet:
 
 
 class ReplicaLink(asyncio.Protocol):
-    """The router's end of the connection of one replica.
-
-    Attributes:
-        open: requests that it has.
-        heard: time.monotonic() of its last message.
-        lost: whether the connection counts no more.
-    """
+    """The router's end of the connection of one replica."""
 
     def __init__(self, replicas: ReplicaSet, number: int) -> None:
         self.number = number
-        self.open: dict[int, _Routed] = {}
-        self.heard = time.monotonic()
-        self.lost = False
+        self.open: dict[int, _Routed] = {}  # requests that it has
+        self.heard = time.monotonic()  # time.monotonic() of its last message
+        self.lost = False  # whether the connection counts no more
         self.label = ""
         self.max_sequences = 0
         self._replicas = replicas

@@ -44,14 +44,7 @@ _ALTERNATIVES = frozenset({"str", "int", "float", "bool", "message", "function_c
 
 
 class ApiError(MegatokenError):
-    """A request is answered with an error.
-
-    Attributes:
-        status: of HTTP.
-        param: the field at fault, or None.
-        code: a word for programs, or None.
-        retry_after: seconds after which to try again, or None.
-    """
+    """A request is answered with an error."""
 
     def __init__(
         self,
@@ -63,10 +56,10 @@ class ApiError(MegatokenError):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+        self.status = status  # of HTTP
+        self.param = param  # the field at fault, or None
+        self.code = code  # a word for programs, or None
+        self.retry_after = retry_after  # seconds after which to try again, or None
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error in the words of a route whose fields have other names.

@@ -35,11 +35,7 @@ BACKLOG = 4096
 
 
 class Server:
-    """What routes need: the engine, the model's tokenizer, the settings, the log.
-
-    Attributes:
-        api: what routes need of the model; None until an engine is ready.
-    """
+    """What routes need: the engine, the model's tokenizer, the settings, the log."""
 
     def __init__(
         self, settings: HttpProcessSettings, routes: Mapping[tuple[str, str], Route], control: Control
@@ -49,7 +45,7 @@ class Server:
         self.limits: HttpLimits = settings.options.http_limits()
         self.connections: set[Connection] = set()
         self.held_body_bytes = 0
-        self.api: ApiContext | None = None
+        self.api: ApiContext | None = None  # what routes need of the model; None until an engine is ready
         self.log = AccessLog(as_json=settings.options.json_logs, quiet=not settings.options.access_log)
         self.client = EngineClient(
             settings.engine_path, self._take_model, self.log.note, restarts=settings.options.restart
