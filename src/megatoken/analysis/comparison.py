@@ -201,11 +201,7 @@ class Comparison:
 
 
 def compare(entries: Sequence[Entry], *, title: str = "Comparison") -> Comparison:
-    """Compare entries to the first of them.
-
-    Raises:
-        UsageError: fewer than two entries.
-    """
+    """Compare entries to the first of them. Raises UsageError: fewer than two entries."""
     if len(entries) < 2:
         raise UsageError("compare needs at least two results: run folders, folders of logs, published ids or claims")
     entries = _contended(_numbered(_named_shortly(entries)))

@@ -146,11 +146,7 @@ class Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine of a ``qualify.json``.
-
-    Raises:
-        UsageError: it cannot be read, or is another document.
-    """
+    """The machine of a ``qualify.json``. Raises UsageError: it cannot be read, or is another document."""
     return machine_of(read_document(path, "--machine"), str(path))
 
 

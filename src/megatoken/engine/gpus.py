@@ -46,11 +46,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, in any case.
-
-    Raises:
-        ConfigError: unknown; the message has the nearest name.
-    """
+    """The GPU of that name, in any case. Raises ConfigError: unknown; the message has the nearest name."""
     known = {one.lower(): gpu for one, gpu in gpus().items()}
     if name.lower() in known:
         return known[name.lower()]

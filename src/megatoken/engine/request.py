@@ -178,11 +178,7 @@ _NOTHING_ELSE = (None, None, (), 0, "", ())
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:
-    """The ids as plain integers, from a sequence of any integer type.
-
-    Raises:
-        RequestError: it holds something else.
-    """
+    """The ids as plain integers, from a sequence of any integer type. Raises RequestError: it holds something else."""
     try:
         return list(map(index, prompt))
     except TypeError as error:

@@ -72,11 +72,7 @@ class Tokenizer:
             raise RequestError(f"the prompt cannot be encoded: {_one_line(error)}; change the text") from error
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """Text of ``token_ids``.
-
-        Raises:
-            CheckpointError: the tokenizer cannot decode its own tokens.
-        """
+        """Text of ``token_ids``. Raises CheckpointError: the tokenizer cannot decode its own tokens."""
         try:
             return str(self._tokenizer.decode(token_ids, skip_special_tokens=not keep_special))
         except BaseException as error:

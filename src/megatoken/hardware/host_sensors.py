@@ -128,11 +128,7 @@ class PowerMeter:
 
 
 def read_meter(source: str) -> float:
-    """Watts, the first number in a file, or in what a command prints.
-
-    Raises:
-        UsageError: neither gives a number.
-    """
+    """Watts, the first number in a file, or in what a command prints. Raises UsageError: neither gives a number."""
     path = Path(source)
     try:
         if path.is_file() and not os.access(path, os.X_OK):

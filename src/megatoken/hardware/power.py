@@ -75,20 +75,12 @@ class PowerSampler:
                 return
 
     def between(self, begin_seconds: float, end_seconds: float) -> Power:
-        """Means between two times of ``time.monotonic()``.
-
-        Raises:
-            CapacityError: nothing was read in between.
-        """
+        """Means between two times of ``time.monotonic()``. Raises CapacityError: nothing was read in between."""
         return mean_power(list(self.readings), begin_seconds, end_seconds)
 
 
 def mean_power(readings: Sequence[Reading], begin_seconds: float, end_seconds: float) -> Power:
-    """Readings weighted by the part of their time that lies between the two.
-
-    Raises:
-        CapacityError: none does.
-    """
+    """Readings weighted by the part of their time that lies between the two. Raises CapacityError: none does."""
     weighted = [
         (min(reading.at_seconds, end_seconds) - max(reading.since_seconds, begin_seconds), reading.state)
         for reading in readings

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def qualify_first(config: RunConfig, progress: Progress) -> dict[str, Any]:
-    """Run the quick set and return its document.
-
-    Raises:
-        UsageError: the model does not run in this process.
-    """
+    """Run the quick set and return its document. Raises UsageError: the model does not run in this process."""
     if config.rack.cluster is not None or config.endpoint.urls is not None:
         raise UsageError("qualify: tests the machine of an engine in this process; run megatoken qualify on each node")
     device = "cpu" if config.engine.device == "cpu" else device_here()

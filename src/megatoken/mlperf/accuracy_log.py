@@ -98,11 +98,7 @@ class Answers:
         return _INT64 if wide and words else _INT32
 
     def token_ids(self) -> list[NDArray[np.int64]]:
-        """The ids of every record.
-
-        Raises:
-            AccuracyLogError: An answer is not a whole number of ids.
-        """
+        """The ids of every record. Raises AccuracyLogError: an answer is not a whole number of ids."""
         kind = self.token_type()
         for record in self.records:
             if len(record.data) % kind.itemsize:

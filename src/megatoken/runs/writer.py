@@ -200,11 +200,7 @@ class RunFolder:
         self._requests, self._series = append(self._requests, requests), append(self._series, series)
 
     def end_recording(self) -> tuple[pa.Table, pa.Table]:
-        """Stop recording and return all samples and the time series.
-
-        Raises:
-            StorageError: an earlier write failed.
-        """
+        """Stop recording and return all samples and the time series. Raises StorageError: an earlier write failed."""
         self._stop_thread()
         self._raise_failure()
         self._take_new_rows()

@@ -201,11 +201,7 @@ class Answer(ABC):
         """Say that there will be no answer, or no more of it."""
 
     def begin(self) -> None:
-        """Send every choice to the engine.
-
-        Raises:
-            ApiError: the engine takes no requests.
-        """
+        """Send every choice to the engine. Raises ApiError: the engine takes no requests."""
         self.exchange.on_disconnect(self.cancel)
         tenant = self.exchange.request.tenant or DEFAULT_TENANT
         for choice in self.choices:

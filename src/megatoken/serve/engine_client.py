@@ -137,11 +137,7 @@ class EngineClient(asyncio.Protocol):
             self._transport.write(pickled(Kind.CANCEL, (request_id, stopped)))
 
     async def metrics(self) -> str:
-        """The engine process's metrics in Prometheus's text format.
-
-        Raises:
-            Refused: it does not answer.
-        """
+        """The engine process's metrics in Prometheus's text format. Raises Refused: it does not answer."""
         if self._transport is None:
             raise Refused(503, self.message, RETRY_AFTER_SECONDS)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()

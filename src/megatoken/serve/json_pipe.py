@@ -23,10 +23,6 @@ def read_message(stream: BinaryIO) -> Any:
 
 
 async def receive_message(reader: asyncio.StreamReader) -> Any:
-    """The next message.
-
-    Raises:
-        asyncio.IncompleteReadError: there is none.
-    """
+    """The next message. Raises asyncio.IncompleteReadError: there is none."""
     head = await reader.readexactly(_LENGTH.size)
     return json.loads(await reader.readexactly(_LENGTH.unpack(head)[0]))

@@ -60,11 +60,7 @@ class ReplicaCluster:
     """A hold on a Ray cluster. All methods block."""
 
     def __init__(self, options: ServeConfig, address: str, key: bytes, note: Callable[[str], None]) -> None:
-        """Connects.
-
-        Raises:
-            UsageError: Ray is missing, no cluster answers, or another driver holds this one.
-        """
+        """Connects. Raises UsageError: ray is missing, no cluster answers, or another driver holds this one."""
         self._options = options
         self._key = key
         mock = options.engine_kind == "mock"

@@ -76,11 +76,7 @@ class Backend(Protocol):
 
 
 def engine_model(config: RunConfig, source: Checkpoint | RandomWeights, memory: MemoryPlan) -> ServedModel:
-    """The model that our own engine serves.
-
-    Raises:
-        CapacityError: no prompt with an answer fits.
-    """
+    """The model that our own engine serves. Raises CapacityError: no prompt with an answer fits."""
     shape = source.config
     if memory.max_length < 2:
         raise CapacityError(

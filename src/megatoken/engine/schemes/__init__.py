@@ -33,11 +33,7 @@ def find_scheme(precision: str, fp8_scales: str | None = None) -> LinearScheme:
 
 
 def scheme_of(config: EngineConfig) -> LinearScheme:
-    """The scheme that an engine is asked for.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The scheme that an engine is asked for. Raises ConfigError: there is none."""
     return find_scheme(config.precision, config.fp8_scales)
 
 

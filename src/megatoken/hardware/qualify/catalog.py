@@ -115,11 +115,7 @@ FULL_LIMIT_FACTOR = 6
 
 
 def choose(tests: Sequence[HardwareTest], names: Sequence[str], *, full: bool) -> list[HardwareTest]:
-    """The tests of a set, or those named and the facts.
-
-    Raises:
-        UsageError: no such test.
-    """
+    """The tests of a set, or those named and the facts. Raises UsageError: no such test."""
     known = [test.name for test in tests]
     for name in names:
         if name not in known:
