@@ -1,7 +1,7 @@
 """Every reason, shortfall, doubt and note of a run: a stable code, typed fields, and the one sentence made from them.
 
-The sentences are written in ``data/messages.json`` only. Code decides by ``code`` and fields; ``message`` is for people,
-and its wording may change between versions.
+The sentences are written in ``data/messages.json`` only. Code decides by ``code`` and fields; ``message`` is for
+people, and its wording may change between versions.
 """
 
 from __future__ import annotations
