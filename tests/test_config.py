@@ -297,3 +297,12 @@ def test_a_rack_of_a_server_takes_the_same_file_without_the_keys_of_a_run(tmp_pa
         load_serve_config({}, str(write(tmp_path, "count: per_node\n")))
     with pytest.raises(ConfigError, match="only for a rack; give --rack auto"):
         load_serve_config({"rack.replicas": "2"})
+
+
+@pytest.mark.parametrize("text", ["", "{}", "# nothing\n"])
+def test_a_file_of_one_section_that_sets_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=r"run\.yaml: sets nothing; give auto, host:port or a YAML file with"):
+        load_serve_config({}, str(file))
+    with pytest.raises(ConfigError, match=r"run\.yaml: sets nothing; give a YAML file of limits with"):
+        load_run_config(None, {}, slo=file)

@@ -352,7 +352,10 @@ _PLAIN_TAGS = {_NULL, *(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", 
 
 def _read_yaml(path: Path, keys: Mapping[str, Key], section: str = "") -> dict[str, _Setting]:
     root = compose(path, _GIVE.get(section, _GIVE_YAML))
-    return {} if root is None else dict(_settings(root, str(path), keys, section))
+    settings = {} if root is None else dict(_settings(root, str(path), keys, section))
+    if section and not settings:
+        raise ConfigError(f"{path}: sets nothing; {_GIVE[section]} with at least one KEY: VALUE")
+    return settings
 
 
 def _settings(root: yaml.Node, file: str, keys: Mapping[str, Key], section: str) -> Iterator[tuple[str, _Setting]]:

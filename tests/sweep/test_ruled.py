@@ -11,11 +11,11 @@ import yaml
 from cli_support import call_here, make_checkpoint
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.salt import salted
-from megatoken.errors import UsageError
+from megatoken.errors import ConfigError, UsageError
 from megatoken.files import plain
 from megatoken.harness.result import concluded_point
 from megatoken.harness.sweep.loads import Arrival
-from megatoken.harness.sweep.ruled import WholePasses
+from megatoken.harness.sweep.ruled import WholePasses, read_disclosures
 from megatoken.runs.run import Run, read_run
 
 ROWS = 12
@@ -121,6 +121,12 @@ def test_the_point_file_has_seeds_regions_and_disclosures(runs: list[Run]) -> No
     assert {point["runtime_settings"]["runtime"]["model_seed"] for point in points} == {9315206023656308754}
     configuration = yaml.safe_load((runs[2].path / "mlperf/config.yaml").read_text())
     assert configuration["settings"]["load_pattern"]["type"] == "max_throughput"
+
+
+def test_disclosures_that_state_nothing_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "stated.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match=r"stated\.yaml: states nothing; write KEY: VALUE with any of division, "):
+        read_disclosures(tmp_path / "stated.yaml")
 
 
 def test_an_audit_finds_nothing_wrong_with_a_point(runs: list[Run]) -> None:

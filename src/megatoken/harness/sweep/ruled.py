@@ -12,6 +12,7 @@ from typing import IO, Any, Literal
 from megatoken.datasets.requests import Dataset
 from megatoken.datasets.salt import SALT_BITS, salted
 from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import ConfigError
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.protocols import Counted
 from megatoken.harness.sweep.loads import Arrival, ClosedLoop, Load, OpenLoop
@@ -49,8 +50,11 @@ class Disclosures(Strict):
 
 
 def read_disclosures(file: Path) -> dict[str, str]:
-    """The disclosures of a YAML file, by name. Raises ConfigError."""
-    return read_strict(file, Disclosures).model_dump(exclude_none=True)
+    """The disclosures of a YAML file, by name; at least one. Raises ConfigError."""
+    stated: dict[str, str] = read_strict(file, Disclosures).model_dump(exclude_none=True)
+    if not stated:
+        raise ConfigError(f"{file}: states nothing; write KEY: VALUE with any of {', '.join(Disclosures.model_fields)}")
+    return stated
 
 
 def with_tokenizer(prepared: Prepared) -> Prepared:
