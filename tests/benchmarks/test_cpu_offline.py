@@ -65,7 +65,7 @@ def test_children_get_the_threads_and_only_ours_gets_our_import_path(monkeypatch
 
 
 def test_every_peer_has_an_environment_and_a_runner() -> None:
-    assert {OWN, *ENVIRONMENTS} == set(cpu_offline.MODULES)
+    assert set(cpu_offline.MODULES) <= {OWN, *ENVIRONMENTS}
     for module in cpu_offline.MODULES.values():
         assert (BENCHMARKS / f"{module.replace('.', '/')}.py").is_file()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -41,6 +42,7 @@ class Server:
     """One server on a thread of its own."""
 
     port: int = 0
+    tls: ssl.SSLContext | None = None
     asked: Counter[str] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
@@ -51,7 +53,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        return f"http{'s' * (self.tls is not None)}://127.0.0.1:{self.port}/v1"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.add(writer)
@@ -167,13 +169,13 @@ def reply(writer: asyncio.StreamWriter, document: Any, status: int = 200, header
 
 
 @contextmanager
-def scripted_server(port: int = 0) -> Iterator[Server]:
-    server, ready = Server(), threading.Event()
+def scripted_server(port: int = 0, tls: ssl.SSLContext | None = None) -> Iterator[Server]:
+    server, ready = Server(tls=tls), threading.Event()
 
     def run() -> None:
         async def main() -> None:
             stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-            listening = await asyncio.start_server(server.serve, "127.0.0.1", port)
+            listening = await asyncio.start_server(server.serve, "127.0.0.1", port, ssl=tls)
             server.port = listening.sockets[0].getsockname()[1]
             server.stop = lambda: loop.call_soon_threadsafe(stopped.set)
             ready.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +18,12 @@ from scripted_server import Server, scripted_server
 from cli_support import call_here
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import ChatRequest
+from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.engine.request import Request
 from megatoken.errors import RequestError, UsageError
 from megatoken.harness.progress import Progress
 from megatoken.targets import SampleEvent
+from megatoken.targets.endpoint import backend as backend_module
 from megatoken.targets.endpoint.backend import EndpointBackend
 from megatoken.targets.endpoint.target import EndpointTarget
 
@@ -259,6 +263,66 @@ def test_what_cannot_be_asked_for_is_refused(server: Server, tmp_path: Path) -> 
     config = RunConfig(endpoint={"urls": server.url, "served_model": "other"})
     with pytest.raises(UsageError, match="it serves m, not other"):
         EndpointBackend(config, Progress(quiet=True)).served()
+
+
+def certificate(folder: Path, host: str = "IP:127.0.0.1") -> tuple[Path, ssl.SSLContext]:
+    """A certificate that its own key signed, and a server's context with it."""
+    folder.mkdir()
+    file, key = folder / "certificate.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-subj", "/CN=test", "-addext", f"subjectAltName={host}", "-keyout", key, "-out", file),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file, key)
+    return file, context
+
+
+def test_only_a_server_whose_certificate_is_trusted_gets_a_request(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "FAST_SECONDS", 1.0)
+    trusted, own = certificate(tmp_path / "own")
+    other_name, strange = certificate(tmp_path / "strange", "DNS:elsewhere.example")
+    began = time.monotonic()
+    with scripted_server(tls=strange) as one:
+        for ca_file, message in (
+            (None, "its certificate is not trusted: self-signed certificate; give endpoint.ca_file"),
+            (other_name, r"not trusted: IP address mismatch, certificate is not valid for '127.0.0.1'"),
+        ):
+            with pytest.raises(UsageError, match=message), connected(one.url, ca_file=ca_file and str(ca_file)):
+                pass
+        assert not one.heads
+    # A server without TLS waits for the rest of a request, and so says nothing.
+    with pytest.raises(UsageError, match=r"no answer.*timed out"), connected(server.url.replace("http", "https")):
+        pass
+    with scripted_server(tls=own) as secure, connected(secure.url, ca_file=str(trusted)) as target:
+        assert {event.error for event in answered(target, prompts("ok", "quick")).values()} == {None}
+        secure.stop()
+        while any(not writer.transport.is_closing() for writer in secure.writers):
+            time.sleep(0.01)
+        with scripted_server(secure.port, tls=strange) as changed:
+            last = answered(target, prompts("ok", "quick"))
+            assert not changed.heads
+    for event in last.values():
+        assert "no connection (its certificate is not trusted: self-signed certificate; give" in str(event.error)
+    assert time.monotonic() - began < LONGEST_SECONDS
+
+
+def test_token_ids_come_from_the_text_where_accuracy_needs_them_and_the_server_has_none(server: Server) -> None:
+    endpoint = {"urls": server.url, "processes": 1}
+    config = RunConfig(scenario="offline", mode="accuracy", model=str(model_folder(REFERENCE)), endpoint=endpoint)
+    with EndpointBackend(config, Progress(quiet=True)).open() as backend, backend.load() as target:
+        served, tokenizer = backend.served(), backend.tokenizer()
+        [last] = answered(target, prompts("quick")).values()
+    assert served.answers == "token_ids" and "IDS_FROM_TEXT" in [note["code"] for note in served.notes]
+    assert tokenizer is not None
+    assert last.token_ids == tuple(tokenizer.encode("a b c d", add_special=False))
+    assert last.output_tokens == len(last.token_ids)
 
 
 def test_a_sweep_of_a_server_that_ends_before_the_window_says_so(server: Server, tmp_path: Path) -> None:

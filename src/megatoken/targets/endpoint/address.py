@@ -117,13 +117,8 @@ def ask(
         connection.request("GET" if body is None else "POST", path, content, headers)
         answer = connection.getresponse()
         data = answer.read(MOST_BYTES)
-    except ssl.SSLCertVerificationError as error:
-        raise AnswerError(
-            f"{address.url}: its certificate is not trusted ({error.verify_message}); give endpoint.ca_file"
-        ) from None
     except (OSError, http.client.HTTPException) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        raise AnswerError(f"{address.url}: no answer ({why})") from None
+        raise AnswerError(f"{address.url}: no answer ({cause_of(error)})") from None
     finally:
         connection.close()
     if answer.status != 200:
@@ -131,6 +126,14 @@ def ask(
             f"{address.url}: {status_error(answer.status, _lower(answer.headers), data, key)}", answer.status
         )
     return data
+
+
+def cause_of(error: OSError | http.client.HTTPException) -> str:
+    """Why a connection failed, in one line."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message.rstrip('.')}; give endpoint.ca_file"
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return " ".join(why.split())
 
 
 def _lower(headers: http.client.HTTPMessage) -> dict[str, str]:

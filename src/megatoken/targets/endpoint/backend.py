@@ -18,7 +18,7 @@ from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.engine.request import Request
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError, UsageError, how_to_install
-from megatoken.runs.reasons import Reason, reason
+from megatoken.runs.reasons import reason
 from megatoken.targets.backend import Reporter, ServedModel, tokenizer_of
 from megatoken.targets.endpoint.address import Address, AnswerError, ask, read_key, trust
 from megatoken.targets.endpoint.answers import Answer, BrokenAnswerError
@@ -52,6 +52,8 @@ class EndpointBackend:
         self._tls = [trust(one.secure, config.endpoint.ca_file) for one in self._addresses]
         self._served: ServedModel | None = None
         self._listed: dict[str, Any] = {}
+        self._returns_ids = False  # the server, of its answers
+        self._ids_of: Callable[[str, str], tuple[int, ...]] | None = None
         self._log: str | None = None
 
     @contextmanager
@@ -126,6 +128,7 @@ class EndpointBackend:
             max_in_flight=endpoint.max_in_flight,
             observations=Observations(count),
             self_test=asdict(capacity),
+            ids_of=self._ids_of,
         )
         try:
             yield target
@@ -160,19 +163,21 @@ class EndpointBackend:
             if shape is not None and isinstance(longest, int) and 1 < longest < shape.max_positions:
                 shape = replace(shape, max_positions=longest)
         ids = self.api == "completions" and shape is not None
-        needs_ids = config.mode == "accuracy" or config.compliance is not None
+        notes = [reason("ENDPOINT", urls=[one.url for one in self._addresses], api=self.api)]
+        if config.mode == "accuracy" or config.compliance is not None:
+            self._returns_ids = self._gives_ids(name)
+            if not self._returns_ids and config.compliance is None and shape is not None:
+                self._ids_of = _ids_of_text(tokenizer_of(config.model), shape.end_token_ids)
+                notes += [reason("IDS_FROM_TEXT")] if self._ids_of is not None else []
         return ServedModel(
             name,
             None,
             config.endpoint.max_in_flight,
             shape=shape,
             prompts="token_ids" if ids else "text",
-            answers="token_ids" if needs_ids and self._gives_ids(name) else "text",
-            notes=self._notes(),
+            answers="token_ids" if self._returns_ids or self._ids_of is not None else "text",
+            notes=tuple(notes),
         )
-
-    def _notes(self) -> tuple[Reason, ...]:
-        return (reason("ENDPOINT", urls=[one.url for one in self._addresses], api=self.api),)
 
     def _models(self, at: int) -> dict[str, dict[str, Any]]:
         """The models that a server lists, by name. Raises AnswerError."""
@@ -216,7 +221,7 @@ class EndpointBackend:
 
     def _probe(self, name: str) -> Asking:
         """Whether the server knows how to force lengths; one short answer each way."""
-        ids = self.served().answers == "token_ids"
+        ids = self._returns_ids
         try:
             self._when_ready(self._addresses[0], lambda: self._try(name, forces=True, ids=ids))
             return Asking(name, True, ids)
@@ -276,6 +281,19 @@ class EndpointBackend:
                 {"url": address.url, "version": version, "max_model_len": longest, "round_trip_seconds": seconds}
             )
         return servers
+
+
+def _ids_of_text(
+    tokenizer: Tokenizer | None, end_token_ids: tuple[int, ...]
+) -> Callable[[str, str], tuple[int, ...]] | None:
+    """Token ids of an answer's text; one that ended by itself ends with the first end token, as a model's own does."""
+    if tokenizer is None:
+        return None
+
+    def ids_of(text: str, finish_reason: str) -> tuple[int, ...]:
+        return (*tokenizer.encode(text, add_special=False), *(end_token_ids[:1] if finish_reason == "stop" else ()))
+
+    return ids_of
 
 
 def _check_packages() -> None:

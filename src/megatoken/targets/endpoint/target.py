@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,7 @@ class EndpointTarget:
         max_in_flight: int,
         observations: Observations,
         self_test: Mapping[str, float] | None = None,
+        ids_of: Callable[[str, str], tuple[int, ...]] | None = None,
     ) -> None:
         """Starts the client processes.
 
@@ -153,6 +154,7 @@ class EndpointTarget:
             max_in_flight: requests that are open at once, over all processes.
             observations: collects what the answers show.
             self_test: what one client process can hold on this machine, for ``result.json``.
+            ids_of: token ids of an answer's text and finish reason, for a server that returns none; None: not wanted.
         """
         self._settings = settings
         self._asking = asking
@@ -168,7 +170,8 @@ class EndpointTarget:
         self._wake: HasFileno | None = None
         self._losses: list[_Loss] = []
         self._retries = 0
-        self._every_text = False
+        self._ids_of = ids_of
+        self._every_text = ids_of is not None
 
     def facts(self) -> Mapping[str, Any]:
         """What the server says of itself, and how it is asked."""
@@ -354,6 +357,9 @@ class EndpointTarget:
             self._failed(ticket, sample, Failed(*fields), events)
 
     def _ended(self, sample: _Sample, end: _Endpoint, ended: Ended) -> SampleEvent:
+        if self._ids_of is not None:
+            ids = self._ids_of(ended.text, ended.finish_reason)
+            ended = ended._replace(token_ids=ids, tokens=len(ids))
         end.heard_ns = ended.last_ns
         end.output_tokens += ended.tokens
         end.input_tokens += max(0, ended.input_tokens)
@@ -441,6 +447,4 @@ def _failure(end: _Endpoint, sample: _Sample, message: str) -> SampleEvent:
 
 
 def _without_metrics(settings: ClientSettings) -> ClientSettings:
-    from dataclasses import replace
-
     return replace(settings, watch_metrics=False)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatoken.hardware.core_wait import CoreWait
 from megatoken.targets.endpoint import wire
-from megatoken.targets.endpoint.address import trust
+from megatoken.targets.endpoint.address import cause_of, trust
 from megatoken.targets.endpoint.answers import Flag
 from megatoken.targets.endpoint.bodies import PATHS
 from megatoken.targets.endpoint.connection import Connection, Exchange
@@ -210,8 +210,7 @@ class Client:
             self.failed(exchange, "connect", f"{address.name}: no connection in {self._settings.connect_seconds:g} s")
             return
         except OSError as error:
-            why = " ".join((error.strerror or str(error) or type(error).__name__).split())
-            self.failed(exchange, "connect", f"{address.name}: no connection ({why})")
+            self.failed(exchange, "connect", f"{address.name}: no connection ({cause_of(error)})")
             return
         if exchange.task.ticket in self._open:
             self._send(exchange, connection)
