@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import subprocess
 import threading
@@ -22,6 +23,7 @@ from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.engine.request import Request
 from megatoken.errors import RequestError, UsageError
 from megatoken.harness.progress import Progress
+from megatoken.runs.run import Verdict, read_run
 from megatoken.targets import SampleEvent
 from megatoken.targets.endpoint import backend as backend_module
 from megatoken.targets.endpoint.backend import EndpointBackend
@@ -323,6 +325,41 @@ def test_token_ids_come_from_the_text_where_accuracy_needs_them_and_the_server_h
     assert tokenizer is not None
     assert last.token_ids == tuple(tokenizer.encode("a b c d", add_special=False))
     assert last.output_tokens == len(last.token_ids)
+
+
+def test_a_neighbour_loads_the_same_server_with_its_own_key_while_each_point_runs_again(
+    server: Server, tmp_path: Path
+) -> None:
+    for name in ("quiet", "noisy"):
+        (tmp_path / name).write_text(f"sk-{name}")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": f"ok {name}", "max_tokens": 4}) + "\n")
+    quick = "--warm-up 0.1 --settle 0.1 --endpoint.processes 1"
+    other = f"--api-key-file {tmp_path}/noisy --prompts {tmp_path}/noisy.jsonl --concurrency 3 {quick}"
+    own = (*quick.split(), "--api-key-file", tmp_path / "quiet", "--prompts", tmp_path / "quiet.jsonl", "--window", 1)
+    command = ("sweep", "--endpoint", server.url, *own, "--concurrency", "1", "--out", tmp_path / "runs", "--json")
+    code, out, err = call_here(*command, "--neighbour", other)
+    assert code == 0, err
+    document = json.loads(out)
+    [row], [point], [shared] = (document[key] for key in ("isolation", "points", "shared_points"))
+    assert document["neighbour"] == other
+    assert 0 < row["score"] <= 1 and row["score"] == pytest.approx(
+        min(
+            1.0,
+            shared["output_tokens_per_second"] / point["output_tokens_per_second"],
+            point["ttft_seconds"]["p99"] / shared["ttft_seconds"]["p99"],
+            point["tpot_seconds"]["p99"] / shared["tpot_seconds"]["p99"],
+        )
+    )
+    sweep, others = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert others.name == f"{sweep.name}-neighbour"
+    assert "Isolation score" in (sweep / "sweep.html").read_text()
+    [noise] = [read_run(path) for path in others.glob("*/01-*")]
+    assert noise.verdict is Verdict.INTERRUPTED and len(noise.requests) > 3
+    assert {key for key in ("quiet", "noisy") if any(f"Bearer sk-{key}".encode() in head for head in server.heads)} == {
+        *("quiet", "noisy")
+    }
+    code, _, err = call_here(*command, "--neighbour", "--concurrency 1 --nonsense 3")
+    assert code == 2 and "--neighbour: it ended with code 2" in err and "nonsense" in err
 
 
 def test_a_sweep_of_a_server_that_ends_before_the_window_says_so(server: Server, tmp_path: Path) -> None:

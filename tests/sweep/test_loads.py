@@ -5,11 +5,22 @@ import itertools
 import numpy as np
 import pytest
 
+from megatoken.datasets.requests import Dataset
+from megatoken.engine.request import Request
 from megatoken.errors import UsageError
 from megatoken.harness.sweep import point as point_module
 from megatoken.harness.sweep.loads import ClosedLoop, OpenLoop, arrival_seconds, passes
 from megatoken.harness.sweep.plan import SweepPlan, values_of
 from megatoken.harness.sweep.point import Phases, PointLoad
+from megatoken.harness.sweep.stages import (
+    Stage,
+    StagedClosedLoop,
+    StagesPlan,
+    load_at,
+    staged_seconds,
+    stages_of,
+    time_of,
+)
 
 SECOND = 10**9
 
@@ -147,6 +158,68 @@ def test_values_of_a_flag(text: str, values: tuple[float, ...]) -> None:
 def test_bad_values_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--concurrency"):
         values_of("--concurrency", text, whole=True)
+
+
+STAGES = stages_of("--concurrency", "4@2,4-24@10,24-2@4,8@3", whole=True)
+
+
+def test_stages_hold_a_load_or_change_it_evenly() -> None:
+    assert STAGES[1] == Stage(4.0, 24.0, 10.0)
+    assert [load_at(STAGES, at) for at in (0, 1.9, 2, 7, 11.999, 12, 14, 16, 100)] == pytest.approx(
+        [4, 4, 4, 14, 23.998, 24, 13, 8, 8], abs=1e-2
+    )
+    assert [time_of(STAGES, load, after) for load, after in ((4, 0), (5, 0), (24, 0), (8, 15.5), (25, 0))] == [
+        *(0, 2.5, 12, 16, None)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["4", "4@", "@4", "4@0.5", "0@3", "4-0@3", "4.5@3", "4@3,", "4@inf", "4@nan", "4@90000"]
+)
+def test_bad_stages_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--concurrency"):
+        stages_of("--concurrency", text, whole=True)
+
+
+def test_a_staged_closed_loop_keeps_as_many_requests_under_way_as_asked_for() -> None:
+    load, under_way, ends = StagedClosedLoop(passes(10, (0,)), STAGES), 0, []
+    load.start(0)
+    for moment in range(0, 25 * SECOND, SECOND // 100):
+        for end in [one for one in ends if one <= moment]:
+            ends.remove(end)
+            under_way -= 1
+            load.ended(0, end)
+        for arrival in load.take_due(moment):
+            assert moment - SECOND // 50 <= arrival.due_ns <= moment
+            under_way += 1
+            ends.append(moment + SECOND // 5)
+        lately = [load_at(STAGES, max(0.0, moment / SECOND - ago)) + 1e-6 for ago in np.arange(0, 0.22, 0.005)]
+        assert int(lately[0]) <= under_way <= int(max(lately))  # those of before run to their ends
+        due = load.next_due_ns()
+        assert due is None or due > moment
+
+
+@pytest.mark.parametrize("kind", ["constant", "poisson"])
+def test_staged_arrivals_have_the_rate_of_their_stage(kind: str) -> None:
+    stages = stages_of("--rates", "50@20,50-350@40,350-20.5@20,20.5@20", whole=False)
+    counts = arrival_seconds(kind, 1.0, 1.0, (3,))  # type: ignore[arg-type]
+    times = np.array(list(itertools.islice(staged_seconds(stages, counts), 14_000)))
+    assert (np.diff(times) >= 0).all()
+    edges = np.arange(0, 100.5, 0.5)
+    expected = [(load_at(stages, low) + load_at(stages, high - 1e-9)) / 4 for low, high in itertools.pairwise(edges)]
+    found = np.histogram(times, edges)[0]
+    assert np.cumsum(found) == pytest.approx(np.cumsum(expected), abs=2 if kind == "constant" else 450)
+    assert found.sum() == pytest.approx(1000 + 8000 + 3705 + 410, rel=0.03)
+
+
+def test_stages_run_on_where_an_open_loop_would_have_been_stopped(clock: "Clock") -> None:
+    plan = StagesPlan("rate", stages_of("--rates", "5@10,40@20,5@30", whole=False), "poisson", 1.0)
+    rows = np.ones(10, np.int64)
+    data_set = Dataset("x", "x", [Request([1])] * 10, "", rows, rows, rows > 0, ())
+    load = PointLoad(plan.setup(1.0, data_set, (0,), None).load, plan.phases)
+    drive(load, clock, serve_seconds=0.5, servers=5)  # 10 a second
+    assert load.ended_by is None
+    assert load.window_seconds(0) == pytest.approx((0.0, 60.0), abs=0.05)
 
 
 def test_a_plan_without_values_doubles_or_takes_shares_of_the_estimate() -> None:

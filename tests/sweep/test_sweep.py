@@ -116,6 +116,10 @@ def test_an_open_loop_counts_from_the_time_due(flags: list[object], tmp_path: Pa
         (("--scenario", "offline"), "not a setting of a sweep"),
         (("--rate", "3"), "not a setting of a sweep"),
         (("--window", "0"), "--window"),
+        (("--window", "5", "--concurrency", "1@5"), "stages have lengths of their own"),
+        (("--rates", "1@5,2"), "expected stages such as"),
+        (("--neighbour", "--concurrency 3"), "give --endpoint"),
+        (("--neighbour", "--window 3", "--endpoint", "http://127.0.0.1:1/v1"), "names no load"),
         (("--concurrency", "0"), "whole numbers above zero"),
     ],
 )
@@ -179,6 +183,26 @@ def test_a_sweep_is_compared_with_nothing_else(swept: Path, runs: list[Run]) -> 
     code, _, err = call_here("compare", swept, runs[0].path)
     assert code == 2
     assert "sweeps only" in err
+
+
+@pytest.mark.timing
+def test_the_load_changes_within_one_run_and_each_stage_is_a_point(flags: list[object], tmp_path: Path) -> None:
+    load = flags[: flags.index("--window")]
+    code, out, err = call_here("sweep", *load, "--concurrency", "1@1,1-6@2,2@1", "--json", "--out", tmp_path)
+    assert code == 0, err
+    document = json.loads(out)
+    first, rising, after = document["points"]
+    assert [point["stage"]["last"] for point in document["points"]] == [1, 6, 2]
+    assert [point["window_seconds"][1] for point in document["points"]] == pytest.approx([1, 3, 4], abs=0.01)
+    assert len({point["run"] for point in document["points"]}) == 1
+    assert first["in_flight"] == pytest.approx(1, abs=0.2)
+    assert rising["in_flight"] == pytest.approx(3, abs=0.7)  # the mean of whole numbers from 1 to 6
+    assert after["in_flight"] < 3
+    assert first["timeline"]["in_flight"][-1] < rising["timeline"]["in_flight"][-1]
+    assert {"at_seconds", "ttft_p50_seconds", "tpot_p50_seconds"} <= rising["timeline"]["latencies"][0].keys()
+    assert document["found"]["knee"] is None and document["found"]["peak"] in (1, 2, 3)
+    page = (next(tmp_path.iterdir()) / "sweep.html").read_text()
+    assert "Load asked for" in page and "First token over the sweep" in page
 
 
 @pytest.mark.timing

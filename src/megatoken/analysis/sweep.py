@@ -8,13 +8,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.isolation import ISOLATION_RULE, isolation
 from megatoken.analysis.limits import Answer, within
 from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import accelerator_name, contentions, simulated_gpu
 from megatoken.analysis.repeats import interval, shared_notes, worst_verdict
 from megatoken.analysis.seen_tokens import STALL_RULE
 from megatoken.analysis.statistics import PERCENTILE_METHOD
-from megatoken.analysis.sweep_point import STEADY_RULE, point_figures
+from megatoken.analysis.sweep_point import STEADY_RULE, parts_of, point_figures
 from megatoken.errors import UsageError
 from megatoken.files import plain
 from megatoken.runs.run import Run
@@ -22,6 +23,7 @@ from megatoken.text import utc_now
 
 SWEEP = "sweep.json"
 SCHEMA_VERSION = 1
+LOAD_FACTS = ("arrivals", "burstiness", "seed", "source", "of", "stages")
 WITHIN_SHARE = 0.99  # of the requests due that must keep both limits
 GAIN, FLAT_POINTS = 0.03, 2  # a closed loop is saturated after so many points without so much more output
 KNEE_RULE = (
@@ -37,7 +39,13 @@ RATIOS = {
     "tpot_p99": ("tpot_seconds", "p99"),
     "latency_p50": ("latency_seconds", "p50"),
 }
-UNITS = {"concurrency": "requests at once", "rate": "requests/s", "users": "users", "speed": "times the trace's speed"}
+UNITS = {
+    "concurrency": "requests at once",
+    "rate": "requests/s",
+    "users": "users",
+    "speed": "times the trace's speed",
+    "stages": "stage",
+}
 
 
 def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
@@ -48,7 +56,17 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
     first = runs[0]
     whole = [run for run in runs if run.result["load"]["window_seconds"]]
     # An Offline run, which rules may ask for, has no place on a curve.
-    points = [point_figures(run) for run in whole if run.result["load"]["kind"] == first.result["load"]["kind"]]
+    alike = [run for run in whole if run.result["load"]["kind"] == first.result["load"]["kind"]]
+    neighbours = [run.result["load"].get("neighbour") for run in alike]
+    points, shared = (
+        [
+            point_figures(part)
+            for run, other in zip(alike, neighbours, strict=True)
+            if (other is not None) is with_other
+            for part in parts_of(run)
+        ]
+        for with_other in (False, True)
+    )
     subject = " ".join(str(part) for part in (first.result.get("model"), first.result.get("precision")) if part)
     kind = first.result["load"]["kind"]
     left_out = [run.path.name for run in runs if run not in whole]
@@ -68,7 +86,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
         "name": name,
         "load_kind": kind,
         "load_unit": UNITS[kind],
-        "load": {key: first.result["load"].get(key) for key in ("arrivals", "burstiness", "seed", "source")},
+        "load": {key: first.result["load"].get(key) for key in LOAD_FACTS},
         "model": first.result.get("model"),
         "precision": first.result.get("precision"),
         "data_set": first.result.get("data_set"),
@@ -80,11 +98,21 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
         "points": points,
         "repeats": _repeats(points),
         "found": found(points),
+        **(
+            {
+                "neighbour": next(other for other in neighbours if other is not None),
+                "shared_points": shared,
+                "isolation": isolation(by_load(points), by_load(shared)),
+            }
+            if shared
+            else {}
+        ),
         "rules": {
             "steady": STEADY_RULE,
             "knee": KNEE_RULE,
             "within_limits": f"at least {100 * WITHIN_SHARE:g} % of the requests due kept both limits",
             "stall": STALL_RULE,
+            **({"isolation": ISOLATION_RULE} if shared else {}),
             "percentiles": PERCENTILE_METHOD,
         },
     }
@@ -142,8 +170,12 @@ def _ratios(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a sweep shows: knee, highest load within the limits, highest output, and why it ended early, if it did."""
+    """What a sweep shows: knee, highest load within the limits, highest output, and why it ended early, if it did.
+
+    Stages are numbered, so that of them only the highest output is known.
+    """
     loads = by_load(points)
+    ordered = not points or points[0]["kind"] != "stages"
     rates = {value: _mean(group, "output_tokens_per_second") for value, group in loads.items()}
     power = {
         value: rates[value] / latency
@@ -156,9 +188,9 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     peak = max(rates, key=lambda value: rates[value], default=None)
     early = next((point["ended_by"] for point in points if point["ended_by"]), None)
     return {
-        "knee": max(power, key=lambda value: power[value]) if len(power) > 2 else None,
-        "highest_within_limits": max(kept, default=None),
-        "highest_limits_met": max(met, default=None),
+        "knee": max(power, key=lambda value: power[value]) if len(power) > 2 and ordered else None,
+        "highest_within_limits": max(kept, default=None) if ordered else None,
+        "highest_limits_met": max(met, default=None) if ordered else None,
         "peak": peak,
         "peak_output_tokens_per_second": rates[peak] if peak is not None else None,
         "saturated": saturated(points),

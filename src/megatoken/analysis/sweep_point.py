@@ -29,6 +29,7 @@ SPANS = 10  # of a window, whose rates show a trend
 TREND_SHARE = 0.1  # of the rate, from the first to the last moment of the window
 MOST_BUCKETS = 6
 TIMELINE_SPANS = 24
+LONGEST_STEP_SECONDS = 1.0  # by which the end of a window may be noticed late, or early by rounding
 STEADY_RULE = (
     f"the output rates of {SPANS} spans of the window have no trend (Theil-Sen, 99 % confidence) that changes the rate"
     f" by more than {100 * TREND_SHARE:g} % over the window, and in an open loop the requests under way do not grow by"
@@ -39,6 +40,23 @@ STEADY_RULE = (
 def backlog_grows(before: int, after: int, due: int) -> bool:
     """Whether requests under way grew from ``before`` to ``after`` by more than chance while ``due`` became due."""
     return after - before > max(BACKLOG_SHARE * due, BACKLOG_DEVIATIONS * math.sqrt(due))
+
+
+def parts_of(run: Run) -> list[Run]:
+    """A run for each part of ``run`` that is a point of its own: its stages as far as they came, else the run."""
+    load = run.result["load"]
+    if not (stages := load.get("stages")):
+        return [run]
+    begin, end = load["window_seconds"]
+    parts = []
+    for number, stage in enumerate(stages, 1):
+        last = begin + stage["seconds"]
+        if last > end + LONGEST_STEP_SECONDS:
+            break
+        own = {**load, "value": float(number), "stage": stage, "window_seconds": [begin, last]}
+        parts.append(replace(run, result={**run.result, "load": own}))
+        begin = last
+    return parts
 
 
 def point_figures(run: Run) -> dict[str, Any]:
@@ -60,6 +78,7 @@ def point_figures(run: Run) -> dict[str, Any]:
         "verdict": run.verdict,
         "kind": load["kind"],
         "value": load["value"],
+        **({"stage": load["stage"]} if "stage" in load else {}),
         "window_seconds": [start, end],
         **steady,
         "ended_by": load["ended_by"],
@@ -88,7 +107,7 @@ def point_figures(run: Run) -> dict[str, Any]:
         "goodput": _goodput(inside, *limits, length),
         "limits": limit_documents(judge_limits(run, asked_limits(run.config), run.config.get("dollars_per_hour"))),
         "energy_joules_per_output_token": energy.joules_per_output_token,
-        "timeline": _timeline(samples, tokens),
+        "timeline": _timeline(samples, tokens, *([start, end] if "stage" in load else _whole(samples))),
     }
 
 
@@ -116,16 +135,30 @@ def _steadiness(samples: Samples, tokens: SeenTokens, start: float, end: float, 
     return {"steady": bool(mean) and not drifts and not grows, "change_share": change, "overloaded": grows}
 
 
-def _timeline(samples: Samples, tokens: SeenTokens) -> dict[str, Any]:
-    """Output and mean requests under way of spans of equal length over the whole point."""
-    end = float(max(np.nanmax(samples.last, initial=0.0), samples.scheduled.max(initial=0.0))) or 1.0
-    edges = np.linspace(0.0, end, TIMELINE_SPANS + 1)
-    spans = list(pairwise(edges.tolist()))
-    length = end / TIMELINE_SPANS
+def _whole(samples: Samples) -> tuple[float, float]:
+    """From the start of a point to the end of its last request."""
+    return 0.0, float(max(np.nanmax(samples.last, initial=0.0), samples.scheduled.max(initial=0.0))) or 1.0
+
+
+def _timeline(samples: Samples, tokens: SeenTokens, start: float, end: float) -> dict[str, Any]:
+    """Output, mean requests under way, and latencies of the requests that were due, of spans of equal length.
+
+    ``latencies`` has a row for each span in which a request was due that has completed, by the time of its middle.
+    """
+    spans = list(pairwise(np.linspace(start, end, TIMELINE_SPANS + 1).tolist()))
+    length = (end - start) / TIMELINE_SPANS
+    rows = []
+    for low, high in spans:
+        done = samples.only(samples.completed & (samples.scheduled >= low) & (samples.scheduled < high))
+        if len(done):
+            ttft, tpot = percentiles(done.ttft), percentiles(done.tpot)
+            shown = {f"ttft_{of}_seconds": ttft[of] for of in ("p50", "p99")} | {"tpot_p50_seconds": tpot["p50"]}
+            rows.append({"at_seconds": (low + high) / 2 - start, **shown})
     return {
         "span_seconds": length,
         "output_tokens_per_second": [tokens.within(*span) / length for span in spans],
         "in_flight": [_mean_under_way(samples, *span) for span in spans],
+        "latencies": rows,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from megatoken.harness.prepare import Prepared
     from megatoken.harness.progress import Progress
     from megatoken.harness.sweep.plan import SweepPlan
+    from megatoken.harness.sweep.stages import StagesPlan
     from megatoken.targets import Target
 
 # Settings that a sweep makes itself: it has its own loads, and claims no MLPerf rules.
@@ -66,9 +68,12 @@ def sweep(
     ctx: typer.Context,
     config_file: ConfigFile = None,
     concurrency: Annotated[
-        str | None, flag("1,2,4|1-64", "Closed loop: numbers of requests at once; 1-64 doubles.")
+        str | None,
+        flag("1,2,4|1-64|8-64@60", "Closed loop: requests at once; 1-64 doubles; LOAD@SECONDS: stages of one run."),
     ] = None,
-    rates: Annotated[str | None, flag("0.5,1,2|auto", "Open loop: requests per second; auto: by the warm-up.")] = None,
+    rates: Annotated[
+        str | None, flag("0.5,1,2|auto|1-9@60", "Open loop: requests per second; auto: by the warm-up; or stages.")
+    ] = None,
     arrivals: Annotated[
         Literal["constant", "poisson", "gamma"], flag("constant|poisson|gamma", "Arrivals of the open loop.")
     ] = "poisson",
@@ -100,6 +105,10 @@ def sweep(
     disclosures: Annotated[
         Path | None, flag("FILE", "What a submitter states for each point (YAML); goes into point.yaml.")
     ] = None,
+    neighbour: Annotated[
+        str | None,
+        flag("FLAGS", "Run each load again next to another sweep with these flags, such as another --api-key-file."),
+    ] = None,
     rack: Rack = None,
     slo: Slo = None,
     dry_run: DryRun = False,
@@ -110,6 +119,7 @@ def sweep(
     One load after the other, closed loop or open loop; finds the knee.
     """
     config = _config(config_file, ctx.meta[FLAGS], rack, slo)
+    other_load = _neighbour(neighbour, rules, config)
     if rules is not None:
         claim = _claim(
             rules, seed_set, disclosures, concurrency, window, config, others=[trace, speed, rates, burstiness]
@@ -117,21 +127,37 @@ def sweep(
         return measure_and_show(config, claim, dry_run=dry_run, json_only=json_only)
     if users is not None:
         others = [trace, speed, rates, burstiness, concurrency]
-        asked = _talk(users, conversations, profile, think, shared_prefix, settle, window, config, others)
+        asked = _talk(users, conversations, profile, think, shared_prefix, settle, window, config, others, other_load)
         return measure_and_show(*asked, dry_run=dry_run, json_only=json_only, brings_requests=True)
     if conversations is not None or profile is not None or think is not None or shared_prefix:
         raise UsageError("--conversations, --profile, --think and --shared-prefix go with --users")
+    plan: SweepPlan | StagesPlan
     if trace is not None or speed is not None:
         plan = _replay(trace, speed, settle, others=[concurrency, rates, burstiness])
     else:
-        plan = _plan(concurrency, rates, arrivals, burstiness, 10.0 if window is None else window, settle)
+        plan = _plan(concurrency, rates, arrivals, burstiness, window, settle)
 
     def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
         from megatoken.harness.sweep.sweep import run_sweep
 
-        return run_sweep(prepared, config, plan, target, progress)
+        return run_sweep(prepared, config, plan, target, progress, other_load)
 
     return measure_and_show(config, test, dry_run=dry_run, json_only=json_only)
+
+
+def _neighbour(text: str | None, rules: str | None, config: RunConfig) -> list[str]:
+    """The flags of a second load."""
+    if text is None:
+        return []
+    if config.endpoint.urls is None or rules is not None:
+        raise UsageError("--neighbour: only on servers, without --rules; give --endpoint")
+    try:
+        flags = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--neighbour: {error}") from None
+    if not any(flag.partition("=")[0] in ("--concurrency", "--rates", "--users", "--trace") for flag in flags):
+        raise UsageError(f"--neighbour {text}: names no load; give one, such as --concurrency 16")
+    return flags
 
 
 def _config(config_file: Path | None, given: Mapping[str, str], rack: str | None, slo: Path | None) -> RunConfig:
@@ -161,6 +187,7 @@ def _talk(
     window: float | None,
     config: RunConfig,
     others: Sequence[object],
+    other_load: Sequence[str],
 ) -> tuple[RunConfig, Test]:
     """A sweep over numbers of users, and its configuration."""
     from megatoken.datasets.conversations import read_conversations
@@ -200,7 +227,8 @@ def _talk(
             count = (lambda text: len(tokenizer.encode(text, add_special=False))) if tokenizer else None
             said, mean = recorded.counted(count), think or 0.0
         talk = Talk(said, mean, pause, shared_prefix)
-        return run_sweep(prepared, config, users_plan(values, talk, phases, prepared, target), target, progress)
+        plan = users_plan(values, talk, phases, prepared, target)
+        return run_sweep(prepared, config, plan, target, progress, other_load)
 
     return config, test
 
@@ -278,11 +306,12 @@ def _plan(
     rates: str | None,
     arrivals: Literal["constant", "poisson", "gamma"],
     burstiness: float | None,
-    window: float,
+    window: float | None,
     settle: float,
-) -> SweepPlan:
+) -> SweepPlan | StagesPlan:
     from megatoken.harness.sweep.plan import SweepPlan, values_of
     from megatoken.harness.sweep.point import Phases
+    from megatoken.harness.sweep.stages import StagesPlan, are_stages, stages_of
 
     if concurrency is not None and rates is not None:
         raise UsageError("--concurrency is a closed loop and --rates an open loop; give one of them")
@@ -290,6 +319,14 @@ def _plan(
         raise UsageError("--arrivals: only for an open loop; give --rates")
     if burstiness is not None and (arrivals != "gamma" or not 0 < burstiness < 1000):
         raise UsageError("--burstiness: a number above zero, with --arrivals gamma")
+    shape = 0.5 if burstiness is None else burstiness
+    if are_stages(concurrency or rates or "") and window is not None:
+        raise UsageError("--window: stages have lengths of their own; leave it out")
+    if concurrency is not None and are_stages(concurrency):
+        return StagesPlan("concurrency", stages_of("--concurrency", concurrency, whole=True), arrivals, shape)
+    if rates is not None and are_stages(rates):
+        return StagesPlan("rate", stages_of("--rates", rates, whole=False), arrivals, shape)
+    window = 10.0 if window is None else window
     if not 1 <= window <= 86_400 or not 0 <= settle <= 86_400:
         raise UsageError("--window: from 1 to 86,400 seconds; --settle: from 0 to 86,400 seconds")
     if rates is not None:
@@ -297,4 +334,4 @@ def _plan(
     else:
         values = values_of("--concurrency", concurrency, whole=True) if concurrency is not None else ()
     kind = "concurrency" if rates is None else "rate"
-    return SweepPlan(kind, values, arrivals, 0.5 if burstiness is None else burstiness, Phases(settle, window))
+    return SweepPlan(kind, values, arrivals, shape, Phases(settle, window))

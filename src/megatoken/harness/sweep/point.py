@@ -25,10 +25,14 @@ FAILED_SHARE, FEWEST_FAILED = 0.5, 20  # requests that fail before a point ends
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """How long the phases of a point last, in seconds; ``window_seconds`` None: to the end of a load that ends."""
+    """How long the phases of a point last, in seconds; ``window_seconds`` None: to the end of a load that ends.
+
+    ``stops_overload``: whether an open loop ends when the requests under way grow.
+    """
 
     warm_up_seconds: float
     window_seconds: float | None
+    stops_overload: bool = True
 
     @property
     def longest_warm_up_seconds(self) -> float:
@@ -143,7 +147,7 @@ class PointLoad:
 
     def _look_for_overload(self, now_ns: int) -> None:
         before, after, due = self._backlog_before, len(self._due), self._due_within
-        if not self._load.waits and backlog_grows(before, after, due):
+        if self._phases.stops_overload and not self._load.waits and backlog_grows(before, after, due):
             self._stop(now_ns, reason("OVERLOAD", before=before, after=after, due=due))
 
     def _stop(self, now_ns: int, why: Reason) -> None:

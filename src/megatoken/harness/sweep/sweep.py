@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 from megatoken.analysis.machine import utc_text
 from megatoken.analysis.summary import summarise_run
 from megatoken.analysis.sweep import SWEEP, saturated, summarise_sweep
-from megatoken.analysis.sweep_point import point_figures
+from megatoken.analysis.sweep_point import parts_of, point_figures
 from megatoken.config import RunConfig
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import to_json, write_text
@@ -25,6 +26,7 @@ from megatoken.harness.progress import Progress
 from megatoken.harness.result import concluded_point, core_wait_notes, run_notes
 from megatoken.harness.sizing import estimate_rate
 from megatoken.harness.stop import StopSignals
+from megatoken.harness.sweep.neighbour import neighbour
 from megatoken.harness.sweep.plan import Plan, Setup, SweepPlan
 from megatoken.harness.sweep.point import PointLoad
 from megatoken.harness.sweep.result_files import write_result_files
@@ -39,7 +41,14 @@ from megatoken.text import precise
 DRAIN_WINDOWS = 1.0  # how long the last requests of a point may take to end, in windows
 
 
-def run_sweep(prepared: Prepared, config: RunConfig, plan: Plan, target: Target, progress: Progress) -> Path:
+def run_sweep(
+    prepared: Prepared,
+    config: RunConfig,
+    plan: Plan,
+    target: Target,
+    progress: Progress,
+    neighbour: Sequence[str] = (),
+) -> Path:
     """Warms up and runs the points.
 
     Args:
@@ -48,6 +57,7 @@ def run_sweep(prepared: Prepared, config: RunConfig, plan: Plan, target: Target,
         plan: the loads.
         target: what serves; no other load may use it meanwhile.
         progress: where to report how far it is.
+        neighbour: flags of a second load; every point then runs again next to it.
 
     Returns:
         The sweep's folder: a run folder for each point, and ``sweep.json``.
@@ -73,7 +83,7 @@ def run_sweep(prepared: Prepared, config: RunConfig, plan: Plan, target: Target,
     rate = estimate_rate(target, data_set, config.warm_up_seconds, 0.0)
     name = run_name(datetime.now(UTC), "sweep", config.model)
     with StopSignals() as stop:
-        sweep = _Sweep(prepared, config, plan, target, progress, stop, config.out / name)
+        sweep = _Sweep(prepared, config, plan, target, progress, stop, config.out / name, tuple(neighbour))
         try:
             sweep.run(rate)
         finally:
@@ -90,6 +100,7 @@ class _Sweep:
     progress: Progress
     stop: StopSignals
     path: Path
+    neighbour: tuple[str, ...]
 
     def run(self, estimated_rate: float) -> None:
         """Every load as often as ``config.repeat`` says, until one ends the sweep or a signal comes."""
@@ -97,20 +108,29 @@ class _Sweep:
         points: list[dict[str, Any]] = []
         for number, value in enumerate(self.plan.loads(estimated_rate), 1):
             for repeat in range(self.config.repeat):
-                run = self._point(number, value, repeat)
-                runs.append(run)
-                document = judged_sweep(summarise_sweep(runs, self.path.name), [one.result for one in runs])
-                write_text(self.path / SWEEP, to_json(document))
+                run = self._recorded(runs, self._point(number, value, repeat))
+                if self.neighbour and not self.stop.received:
+                    out = self.path.with_name(f"{self.path.name}-neighbour")
+                    with neighbour(self.neighbour, self.config.endpoint.addresses, out):
+                        self._recorded(runs, self._point(number, value, repeat, shared=True))
                 if self.stop.received:
                     return
-                if run.result["load"]["window_seconds"] is None:
-                    raise _no_window(run)
-                points.append(point_figures(run))
-                self._report(points[-1])
+                for part in parts_of(run):
+                    points.append(point_figures(part))
+                    self._report(points[-1])
                 if isinstance(self.plan, RuledPlan):
                     self.plan.note(run.result)
             if points[-1]["ended_by"] or (self.plan.finds_its_end and saturated(points)):
                 return
+
+    def _recorded(self, runs: list[Run], run: Run) -> Run:
+        """Adds a run to the sweep and its document. Raises MegatokenError if it has nothing to count."""
+        runs.append(run)
+        document = judged_sweep(summarise_sweep(runs, self.path.name), [one.result for one in runs])
+        write_text(self.path / SWEEP, to_json(document))
+        if run.result["load"]["window_seconds"] is None and not self.stop.received:
+            raise _no_window(run)
+        return run
 
     def _report(self, point: Mapping[str, Any]) -> None:
         ttft, latency = (point[name]["p50"] for name in ("ttft_seconds", "latency_seconds"))
@@ -121,10 +141,11 @@ class _Sweep:
             f"{times}{ended}"
         )
 
-    def _point(self, number: int, value: float, repeat: int) -> Run:
+    def _point(self, number: int, value: float, repeat: int, *, shared: bool = False) -> Run:
         seed = self.config.seed
-        facts = self.plan.facts(value, seed)
-        folder = self._folder(f"{number:02}-{facts['kind']}-{facts['value']:g}-{repeat + 1}", facts)
+        facts = {**self.plan.facts(value, seed), "neighbour": shlex.join(self.neighbour) if shared else None}
+        name = f"{number:02}-{facts['kind']}-{facts['value']:g}-{repeat + 1}"
+        folder = self._folder(f"{name}-shared" if shared else name, facts)
         self.stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
         self.stop.write_seconds = folder.write_seconds
         try:

@@ -20,7 +20,7 @@ from megatoken.report.blocks import (
     View,
     section,
 )
-from megatoken.report.curves import stairs, time_chart
+from megatoken.report.curves import Line, stairs, time_chart
 from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
 from megatoken.report.views.common import records_table, view
@@ -41,8 +41,12 @@ KNOWN = (
         "found",
         "rules",
         "endpoints",
+        "neighbour",
+        "shared_points",
+        "isolation",
     ),
 )
+STAGE = "stage"  # unit of a load that changes within one run
 LATENCIES = {
     "TTFT": ("ms", "ttft_seconds", 1000.0),
     "TTFT from send": ("ms", "ttft_from_send_seconds", 1000.0),
@@ -57,6 +61,7 @@ TITLES = {
     "knee": "Knee",
     "within_limits": "Within the limits",
     "stall": "Stall",
+    "isolation": "Isolation score",
     "percentiles": "Percentiles",
 }
 
@@ -78,15 +83,17 @@ def sweep_view(document: Document) -> View:
     )
     sections = (
         section("MLPerf Endpoints", *endpoints_blocks(document.part("endpoints"))),
-        section("Curves", *load_figures([sweep], marked)),
+        section("Stages", *_stages(document, sweep)),
+        section("Curves", *(load_figures([sweep], marked) if sweep.unit != STAGE else ())),
         section("Points", _points_table(document, sweep)),
+        section("Next to a neighbour", *_isolation(document, sweep)),
         section("Your limits", *_limits(sweep)),
         section("Latencies", _latencies(sweep)),
         section("First token by prompt length", _by_input(sweep)),
         section("Stalls and late sends", _stalls(sweep)),
         section("Repeats", _repeats(document)),
         section("Over time", *_over_time(sweep)),
-        section("Definitions", Terms({TITLES[key]: _sentence(document.part("rules").text(key)) for key in TITLES})),
+        section("Definitions", Terms(_definitions(document.part("rules")))),
     )
     return view(document, "sweep", summary, sections, KNOWN)
 
@@ -126,8 +133,31 @@ def _headline(document: Document, sweep: Sweep) -> Iterator[Headline]:
     rate, peak = found.number("peak_output_tokens_per_second"), found.number("peak")
     if rate is not None:
         of = [document.text(name) for name in ("model", "precision", "hostname")]
-        at = f"highest, at {precise(peak)} {sweep.unit}"
+        at = f"highest, {'in ' if sweep.unit == STAGE else 'at '}{_load(peak, sweep)}"
         yield Headline(precise(rate), "output tokens/s", " · ".join(filter(None, (at, *of))))
+
+
+def _load(load: float | None, sweep: Sweep) -> str:
+    return f"{STAGE} {precise(load)}" if sweep.unit == STAGE else f"{precise(load)} {sweep.unit}"
+
+
+def _stages(document: Document, sweep: Sweep) -> Iterator[Block]:
+    """What each stage asked for, and how latencies followed."""
+    load = document.part("load")
+    if sweep.unit != STAGE or not sweep.points:
+        return
+    unit = "requests/s" if load.text("of") == "rate" else "requests at once"
+    asked = [point.part("stage") for point in sweep.points]
+    rows = tuple(
+        (precise(number), *(precise(stage.number(key)) for key in ("first", "last", "seconds")))
+        for number, stage in enumerate(asked, 1)
+    )
+    heads = (Column("From", unit, numeric=True), Column("To", unit, numeric=True), Column("Time", "s", numeric=True))
+    yield Table("Stages", (Column("Stage", numeric=True), *heads), rows)
+    first = [point for point in sweep.points if point.text("run") == sweep.points[0].text("run")]
+    ends = np.cumsum([0.0, *(point.part("stage").number("seconds") or 0.0 for point in first)])
+    levels = [point.part("stage").number(key) or 0.0 for point in first for key in ("first", "last")]
+    yield time_chart("Load asked for", unit, [Line("asked for", np.repeat(ends, 2)[1:-1], np.array(levels))])
 
 
 def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
@@ -141,10 +171,40 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
     elif ttft is not None and tpot is not None:
         at = _up_to(found.number("highest_within_limits"), sweep)
         yield f"Within TTFT {precise(ttft)} s and {precise(1000 * tpot)} ms per output token: {at}"
+    if scores := [score for row in document.parts("isolation") if (score := row.number("score")) is not None]:
+        yield f"Isolation score next to the neighbour: {precise(min(scores))} at the worst (1: it costs nothing)"
     if (early := found.part("ended_early_by")).values:
         yield f"The sweep ended early: {early.text('message')}"
     elif found.flag("saturated"):
         yield "Saturated: the last loads gave no more output than those before them"
+
+
+def _isolation(document: Document, sweep: Sweep) -> Iterator[Table]:
+    """What the neighbour costs at each load: the score and the figures behind it."""
+    shown = (
+        ("output", "Output", "tokens/s", 1.0),
+        ("ttft_p99", "TTFT p99", "ms", 1000.0),
+        ("tpot_p99", "TPOT p99", "ms", 1000.0),
+    )
+    rows = []
+    for row in document.parts("isolation"):
+        pairs = []
+        for name, _, _, scale in shown:
+            values = (row.number(f"{name}_{of}") for of in ("alone", "shared"))
+            pairs.append(" to ".join(ABSENT if value is None else precise(scale * value) for value in values))
+        rows.append((precise(row.number("value")), precise(row.number("score")), *pairs))
+    if rows:
+        columns = (
+            Column("Load", numeric=True),
+            Column("Isolation score", numeric=True),
+            *(Column(f"{title}, alone to shared", unit, numeric=True) for _, title, unit, _ in shown),
+        )
+        note = f"Load in {sweep.unit}. Score: {document.part('rules').text('isolation')}. The neighbour: "
+        yield Table("Isolation", columns, tuple(rows), note=f"{note}megatoken sweep {document.text('neighbour')}")
+
+
+def _definitions(rules: Document) -> dict[str, str]:
+    return {title: _sentence(rules.text(key)) for key, title in TITLES.items() if key in rules}
 
 
 def _up_to(load: float | None, sweep: Sweep) -> str:
@@ -267,7 +327,7 @@ def _repeats(document: Document) -> Table:
 
 
 def _over_time(sweep: Sweep) -> Iterator[Figure]:
-    """Output and requests under way of all points, one after the other."""
+    """Output, requests under way and latencies of all points, one after the other."""
     parts = [point.part("timeline") for point in sweep.points if "timeline" in point]
     lengths = [part.number("span_seconds") or 0.0 for part in parts]
     for title, unit, key in (
@@ -281,6 +341,24 @@ def _over_time(sweep: Sweep) -> Iterator[Figure]:
             yield time_chart(
                 title, unit, [stairs(title, edges, np.array([one for values in heights for one in values]))]
             )
+    totals = [length * len(part.numbers("in_flight")) for length, part in zip(lengths, parts, strict=True)]
+    starts = np.cumsum([0.0, *totals])
+    for title, names in (
+        ("First token over the sweep, by the time due", {"p50": "ttft_p50_seconds", "p99": "ttft_p99_seconds"}),
+        ("Time per output token over the sweep", {"p50": "tpot_p50_seconds"}),
+    ):
+        lines = []
+        for name, key in names.items():
+            found = [
+                (start + (row.number("at_seconds") or 0.0), 1000 * value)
+                for start, part in zip(starts.tolist(), parts, strict=False)
+                for row in part.parts("latencies")
+                if (value := row.number(key)) is not None
+            ]
+            if len(found) > 1:
+                lines.append(Line(name, *(np.array(column) for column in zip(*found, strict=True))))
+        if lines:
+            yield time_chart(title, "ms", lines)
 
 
 def _cell(part: Document, name: str, scale: float) -> str:

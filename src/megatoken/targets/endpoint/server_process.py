@@ -21,7 +21,9 @@ SHOWN_LINES = 3
 
 
 @contextmanager
-def started_server(command: str, log: Path, ready: Callable[[], object], seconds: float) -> Iterator[None]:
+def started_server(
+    command: str, log: Path, ready: Callable[[], object], seconds: float, flag: str = "--start-server"
+) -> Iterator[subprocess.Popen[bytes]]:
     """Starts ``command`` in a session of its own, waits until ``ready`` raises no AnswerError, stops it at the end.
 
     Args:
@@ -29,6 +31,7 @@ def started_server(command: str, log: Path, ready: Callable[[], object], seconds
         log: file for its output.
         ready: asks the server something.
         seconds: how long it may take.
+        flag: that asked for it.
 
     Raises:
         UsageError: it cannot be started, ends, or does not become ready in time; with the last lines of its output.
@@ -39,7 +42,7 @@ def started_server(command: str, log: Path, ready: Callable[[], object], seconds
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.open("wb")
     except ValueError as error:
-        raise UsageError(f"--start-server: {error}") from None
+        raise UsageError(f"{flag}: {error}") from None
     except OSError as error:
         raise storage_error(log, error) from error
     with file:
@@ -49,10 +52,13 @@ def started_server(command: str, log: Path, ready: Callable[[], object], seconds
             )
         except (OSError, IndexError) as error:
             why = error.strerror if isinstance(error, OSError) else "no command"
-            raise UsageError(f"--start-server: cannot be started ({why})") from None
+            raise UsageError(f"{flag}: cannot be started ({why})") from None
         try:
-            _wait(process, log, ready, time.monotonic() + seconds, seconds)
-            yield
+            try:
+                _wait(process, log, ready, time.monotonic() + seconds, seconds)
+            except UsageError as error:
+                raise UsageError(f"{flag}: {error}") from None
+            yield process
         finally:
             _stop(process)
 
@@ -63,14 +69,14 @@ def _wait(
     while True:
         code = process.poll()
         if code is not None:
-            raise UsageError(f"--start-server: it ended with code {code}: {_last_lines(log)}; all of it is in {log}")
+            raise UsageError(f"it ended with code {code}: {_last_lines(log)}; all of it is in {log}")
         try:
             ready()
             return
         except AnswerError:
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"--start-server: not ready after {seconds:g} s: {_last_lines(log)}; all of its output is in {log}"
+                    f"not ready after {seconds:g} s: {_last_lines(log)}; all of its output is in {log}"
                 ) from None
         time.sleep(LOOK_SECONDS)
 
