@@ -292,9 +292,7 @@ def load_run_config(
     """
     settings = _read_yaml(path, KEYS) if path is not None else {}
     settings |= _rack_settings(rack, KEYS) | _slo_settings(slo) | _from_flags(flags)
-    inputs = [
-        settings[key].place for key in ("prompts", "lengths") if key in settings and settings[key].value is not None
-    ]
+    inputs = [one.place for key in ("prompts", "lengths") if (one := settings.get(key)) and one.value is not None]
     if len(inputs) > 1:
         raise ConfigError(f"{' and '.join(inputs)}: give prompts or lengths, not both")
     config = _checked(RunConfig, settings)
@@ -491,10 +489,8 @@ def _nested(settings: Mapping[str, _Setting]) -> dict[str, Any]:
 def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:
     first = error.errors()[0]
     key = next(key for key in settings if key == ".".join(str(part) for part in first["loc"][: key.count(".") + 1]))
-    place = _place_of(key, settings)
-    if first["input"] is None:
-        return f"{place}: must not be null"
-    return f"{place}: {demand(first)}"
+    problem = "must not be null" if first["input"] is None else demand(first)
+    return f"{_place_of(key, settings)}: {problem}"
 
 
 def _place_of(key: str, settings: Mapping[str, _Setting]) -> str:
