@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatoken.config import KEYS, AnswerConfig, EngineSection, RunConfig, load_flags, load_run_config, nearest
 from megatoken.engine import EngineConfig, Sampling
+from megatoken.engine.config import RECORD_SECONDS
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.serve.options import ServeEngineSection, load_serve_config
 
@@ -25,8 +26,9 @@ def test_engine_section_is_the_engines_configuration() -> None:
         {name: field.default for name, field in one.model_fields.items()} for one in (EngineSection, ServeEngineSection)
     )
     engine = {field.name: field.default for field in fields(EngineConfig) if field.name != "precision"}
-    assert served == engine | {"prefix_cache": True}
-    assert section == {name: value for name, value in engine.items() if name != "fair_slowdown"}  # a run is one group
+    assert served == engine | {"prefix_cache": True, "record_seconds": RECORD_SECONDS}
+    # A run is one group, and what it records follows from its target for the time of steps.
+    assert section == {name: value for name, value in engine.items() if name not in ("fair_slowdown", "record_seconds")}
     assert RunConfig.model_fields["precision"].default == EngineConfig().precision
 
 

@@ -190,8 +190,8 @@ def test_ranks_may_be_idle_for_longer_than_they_take_to_meet(tmp_path: Path, mon
         first, second = pool.map(lambda rank: RankGroup(tmp_path, rank, 2, torch.device("cpu")), range(2))
         received = pool.submit(second.receive)
         time.sleep(2.5)
-        first.send(Order.RECORD_STEPS)
-        assert received.result() == (Order.RECORD_STEPS, None)
+        first.send(Order.RECORD_NEXT)
+        assert received.result() == (Order.RECORD_NEXT, None)
 
 
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

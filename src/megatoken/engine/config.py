@@ -223,6 +223,8 @@ class ModelConfig:
 
 FAIR_SLOWDOWN = 1.15
 """How many times as long prompts of other groups may make a step while a group asks for less than its share."""
+RECORD_SECONDS = 20.0
+"""Most time for recording steps before the first request, where its latency counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,14 @@ class EngineConfig:
     target_step_seconds: float | None = None
     prefix_cache: bool = False
     fair_slowdown: float | None = FAIR_SLOWDOWN
+    record_seconds: float | None = None
+
+    @property
+    def recording_seconds(self) -> float:
+        """How long a GPU engine records steps when it is opened: none, unless steps have a target for their time."""
+        if self.record_seconds is None:
+            return 0.0 if self.target_step_seconds is None else RECORD_SECONDS
+        return self.record_seconds
 
 
 def _gpt_oss(name: str, layers: int, experts: int) -> ModelConfig:

@@ -108,7 +108,7 @@ class Engine:
 
     def _start(self, runner: Runner, config: EngineConfig) -> None:
         self.config = config
-        self.model_config, self.memory_plan = runner.model_config, runner.memory_plan
+        self.model_config, self.memory_plan, self.recorded = runner.model_config, runner.memory_plan, runner.recorded
         self.content_hash, self.tokenizer, self.gpu_uuids = runner.content_hash, runner.tokenizer, runner.gpu_uuids
         self._runner = runner
         self._scheduler = self.memory_plan.scheduler(prefix_cache=config.prefix_cache)

@@ -113,7 +113,7 @@ class Order(IntEnum):
 
     STEP = 0
     FIX_INPUT_SCALES = 1
-    RECORD_STEPS = 2
+    RECORD_NEXT = 2
 
 
 class RankGroup:

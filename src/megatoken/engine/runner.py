@@ -28,7 +28,7 @@ from megatoken.engine.ops import NOTHING_LEFT, Draw, Ops
 from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers, worker_specification
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
 from megatoken.engine.request import Request, Sampling, TokenLogprobs
-from megatoken.engine.runner_protocol import PromptPart
+from megatoken.engine.runner_protocol import PromptPart, RecordedSteps
 from megatoken.engine.sampling import sample
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.step_plan import StepPlan
@@ -231,6 +231,7 @@ class ModelRunner:
         self.why_no_gpu: str | None = None
         self.overlaps = device.type == "cuda"
         self.unsupported = frozenset({"prompt_logprobs"} if config.tensor_parallel > 1 else ())
+        self.recorded: RecordedSteps | None = None
         self.gpu_uuids: list[str] = []
         if device.type == "cuda":  # rank N is on device N
             ranks = range(config.tensor_parallel)
@@ -274,7 +275,7 @@ class ModelRunner:
             if workers is not None:
                 self._join(workers.init_group(device), workers.check)
             if device.type == "cuda" and (workers is not None or config.tensor_parallel == 1):
-                self._warm_up(record_ahead=config.target_step_seconds is not None)
+                self._warm_up(config.recording_seconds)
 
     def now(self) -> float:
         """``time.monotonic()``."""
@@ -324,8 +325,9 @@ class ModelRunner:
                 self.finish(self._compute(arrays), None)
             elif order is Order.FIX_INPUT_SCALES:
                 self._fix_input_scales()
-            elif order is Order.RECORD_STEPS:
-                self._record_steps()
+            elif order is Order.RECORD_NEXT and self._graphs is not None:
+                with torch.inference_mode():
+                    self._graphs.record_next(self._forward, self._catch_up)
 
     def _join(self, group: RankGroup, check: Callable[[], None]) -> None:
         self._group = group
@@ -428,10 +430,11 @@ class ModelRunner:
     def _forward(self, batch: Any) -> Tensor:
         return forward(self._weights, self._config, self._ops, self._cache, batch, self._group)
 
-    def _warm_up(self, *, record_ahead: bool) -> None:
+    def _warm_up(self, recording_seconds: float) -> None:
         """Fix the scales of fp8 inputs, compile kernels, take the memory of the largest steps: all before a request.
 
         Prompts are random ids, the same for engines of any size; what they leave in the cache is never read.
+        ``recording_seconds``: for recording steps that will probably come.
         """
         prompt_tokens = min(WARM_UP_PROMPT_TOKENS, self.memory_plan.max_length - 2)
         self._run(WARM_UP_PROMPTS, prompt_tokens)
@@ -439,9 +442,10 @@ class ModelRunner:
         self._fix_input_scales()
         self._run(-(-self.memory_plan.max_batched_tokens // max(prompt_tokens, 1)) + 1, prompt_tokens)
         self._run(self.memory_plan.max_sequences, 1)
-        if record_ahead:
-            self._order(Order.RECORD_STEPS)
-            self._record_steps()
+        if self._graphs is not None and recording_seconds:
+            order = partial(self._order, Order.RECORD_NEXT)
+            with torch.inference_mode():
+                self.recorded = self._graphs.record_first(self._forward, self._catch_up, order, recording_seconds)
         self._catch_up()
 
     def _catch_up(self) -> None:
@@ -464,16 +468,9 @@ class ModelRunner:
         if self._cuda_graphs:
             from megatoken.engine.ops.step_graphs import StepGraphs
 
-            self._graphs = StepGraphs(
-                self._last_tokens, self._cache[0], self._config, self._scheme, self.memory_plan.max_batched_tokens
-            )
+            self._graphs = StepGraphs(self._last_tokens, self._cache[0], self._config, self._scheme, self.memory_plan)
             if self._group is not None:
                 self._group.recordings = self._graphs.recorded
-
-    @torch.inference_mode()
-    def _record_steps(self) -> None:
-        if self._graphs is not None:
-            self._graphs.record_ahead(self._forward, self.memory_plan.max_length, self._catch_up)
 
     def _run(self, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""

@@ -26,6 +26,14 @@ class PromptPart(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
 
 
+class RecordedSteps(NamedTuple):
+    """Steps that a runner recorded as CUDA graphs when it was opened."""
+
+    count: int
+    seconds: float
+    memory_bytes: int
+
+
 class LaunchedStep(Protocol):
     """A step on its way."""
 
@@ -60,6 +68,7 @@ class Runner(Protocol):
         gpu_uuids: of the GPUs of all ranks, as their driver names them.
         overlaps: whether it runs a step while the host collects the one before.
         unsupported: options of requests, by the names of ``used_options``, that it does not have.
+        recorded: what it recorded when it was opened; None if it had no time for that.
     """
 
     model_config: ModelConfig
@@ -69,6 +78,7 @@ class Runner(Protocol):
     gpu_uuids: list[str]
     overlaps: bool
     unsupported: frozenset[str]
+    recorded: RecordedSteps | None
 
     def launch(
         self,

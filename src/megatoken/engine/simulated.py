@@ -227,6 +227,7 @@ class SimulatedRunner:
         self.gpu_uuids: list[str] = []
         self.overlaps = True
         self.unsupported = frozenset({"logprobs", "prompt_logprobs", "grammar", "bad_words"})
+        self.recorded = None
         self.free_at = 0.0  # when the last launched step has ended
         self._clock: Clock = clock or WallClock()
         self._stream = stream

@@ -39,6 +39,7 @@ async def _serve(settings: EngineProcessSettings, control: Control) -> None:
         control.leave(str(error), error.exit_code)
     except Exception as error:
         control.leave(fault("the engine cannot be started", error), ExitCode.ERROR)
+    opened.note_to(control)
     hub.start(opened.engine, opened.model, opened.sizes, opened.check)
     control.send({"ready": True, "model": opened.model.name})
     stopping = loop.create_task(control.wait_for_stop())

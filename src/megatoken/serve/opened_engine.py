@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import ModelConfig, model_folder
 from megatoken.engine.request import Request, check_options
+from megatoken.engine.runner_protocol import RecordedSteps
 from megatoken.engine.thread import Step
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError
+from megatoken.serve.child import Control
 from megatoken.serve.hub import SharedEngine
 from megatoken.serve.messages import EngineSizes, ServedModel
 from megatoken.serve.mock_engine import MockEngine
@@ -34,6 +37,15 @@ class OpenedEngine:
     model: ServedModel
     sizes: EngineSizes
     check: Callable[[Request], object]
+    recorded: RecordedSteps | None = None
+
+    def note_to(self, control: Control) -> None:
+        """Report to the log what was recorded before the first request."""
+        if self.recorded is not None:
+            count, seconds, memory_bytes = self.recorded
+            control.send(
+                {"note": f"{count} steps recorded as CUDA graphs in {seconds:.1f} s, {memory_bytes / 1e6:,.0f} MB"}
+            )
 
 
 def open_engine(options: ServeConfig, on_step: Callable[[Step], None]) -> OpenedEngine:
@@ -61,13 +73,15 @@ def share_engine(options: ServeConfig, engine: Engine, on_step: Callable[[Step],
         )
     sizes = EngineSizes(memory.max_sequences, memory.max_batched_tokens, memory.cache_tokens, memory.page_size)
     model = _served(options, engine.model_config, memory.max_length)
+    gc.collect()
+    gc.freeze()  # libraries and model: a collection during a step need not walk them
     thread = EngineThread(engine, on_step)
 
     def close() -> None:
         thread.close()
         engine.close()  # ends the processes of other ranks
 
-    return OpenedEngine(thread, close, model, sizes, engine.check)
+    return OpenedEngine(thread, close, model, sizes, engine.check, engine.recorded)
 
 
 def _open_mock(options: ServeConfig, on_step: Callable[[Step], None]) -> OpenedEngine:

@@ -21,7 +21,7 @@ from megatoken.config import (
     load_flags,
     separated,
 )
-from megatoken.engine.config import FAIR_SLOWDOWN, REFERENCE, EngineConfig, Precision
+from megatoken.engine.config import FAIR_SLOWDOWN, RECORD_SECONDS, REFERENCE, EngineConfig, Precision
 from megatoken.errors import ConfigError
 from megatoken.serve.api_settings import ApiSettings, ToolFormat
 from megatoken.serve.http_limits import HttpLimits
@@ -32,13 +32,16 @@ Names = Annotated[tuple[str, ...], BeforeValidator(separated)]
 
 
 class ServeEngineSection(EngineSection):
-    """The engine's settings; a server wants another default of one, and has one more."""
+    """The engine's settings; a server wants another default of one, and has two more."""
 
     prefix_cache: bool = Field(default=True, description="compute equal beginnings of prompts once")
     fair_slowdown: Annotated[float, Field(gt=1, lt=1e6)] | None = Field(
         default=FAIR_SLOWDOWN,
         description="while a key asks for less than its share, prompts of other keys make a step at most so many times "
         "as long; null: no limit",
+    )
+    record_seconds: Seconds | None = Field(
+        default=RECORD_SECONDS, description="most time for recording steps on a GPU before the first request; 0: none"
     )
 
 

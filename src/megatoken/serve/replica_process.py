@@ -21,7 +21,9 @@ async def _serve(settings: ReplicaProcessSettings, control: Control) -> None:
     options = settings.options.model_copy(update={"engine": ServeEngineSection(**engine)})
 
     async def open_with(hub: Hub) -> OpenedEngine:
-        return await asyncio.to_thread(open_engine, options, hub.take_step)
+        opened = await asyncio.to_thread(open_engine, options, hub.take_step)
+        opened.note_to(control)
+        return opened
 
     try:
         address, key, number = settings.router_path, settings.key, settings.number

@@ -254,7 +254,14 @@ class _Supervisor:
             reported: dict[str, object] = {}
             child = await self._start("replica_process", settings, [], environment)
             self._replicas[number] = child
-            await child.messages(reported.update)
+
+            def take(message: dict[str, object], reported: dict[str, object] = reported) -> None:
+                if "note" in message:
+                    self._log.note(f"replica {number}: {message['note']}")
+                else:
+                    reported.update(message)
+
+            await child.messages(take)
             self._children.discard(child)
             if self._stopping.is_set():
                 return
