@@ -71,10 +71,17 @@ def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, vocabu
     requests += [request(seed, 6, 5, sampling=Sampling(0.9, top_k=20, seed=seed)) for seed in range(3)]
     penalised = Sampling(1.1, seed=2, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 2.0})
     requests += [request(seed, 6, 5, sampling=penalised, min_tokens=3) for seed in range(3)]
-    alone = make_engine(directory).generate(requests)
+    wanted = [request(seed, 3, 40, prompt_logprobs=seed) for seed in range(3)]
+    alone = make_engine(directory).generate([*requests, *wanted])
     engine = make_engine(directory, tensor_parallel=ranks)
     expect_short_answers(engine._scheduler)
-    assert engine.generate(requests) == alone
+    together = engine.generate([*requests, *wanted])
+    assert together[: len(requests)] == alone[: len(requests)]
+    for one, other in zip(together[-3:], alone[-3:], strict=True):
+        assert one.token_ids == other.token_ids
+        found, expected = one.prompt_logprobs, other.prompt_logprobs
+        assert [(each.token_id, each.rank) for each in found] == [(each.token_id, each.rank) for each in expected]
+        assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected], abs=1e-4)
     assert engine.state().preemptions > 0
     assert engine.describe()["tensor_parallel"] == ranks
     assert_idle(engine)
@@ -191,7 +198,7 @@ def test_ranks_may_be_idle_for_longer_than_they_take_to_meet(tmp_path: Path, mon
         received = pool.submit(second.receive)
         time.sleep(2.5)
         first.send(Order.RECORD_NEXT)
-        assert received.result() == (Order.RECORD_NEXT, None)
+        assert received.result()[:2] == (Order.RECORD_NEXT, None)
 
 
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,8 +72,8 @@ class PromptTokens:
 
     def __init__(self, plan: StepPlan, requests: Mapping[int, ActiveRequest]) -> None:
         self._wanted: list[_Wanted] = []
-        rows: list[int] = []
-        row = plan.decodes
+        places: list[int] = []
+        place = plan.decodes
         for chunk in range(plan.decodes, len(plan.count)):
             request_id, start, count = (int(one[chunk]) for one in (plan.request_id, plan.start, plan.count))
             request = requests[request_id]
@@ -82,30 +82,24 @@ class PromptTokens:
             # One that was preempted after its first token has reported them.
             if most is not None and following and not request.generated:
                 self._wanted.append(_Wanted(request_id, start + 1, following, most))
-                rows += range(row, row + len(following))
-            row += count
-        self._rows = np.array(rows, dtype=np.int64)
+                places += range(place, place + len(following))
+            place += count
+        self._padding = (0, -len(places) % BLOCK_SAMPLES)  # back ends compile kernels for each new number of tokens
+        self.places = np.pad(np.array(places, dtype=np.int64), self._padding)
+        """int64 [a multiple of ``BLOCK_SAMPLES``], where the tokens stand in the step, padded with 0; empty if none."""
 
-    def __bool__(self) -> bool:
-        return bool(self._wanted)
-
-    def logprobs(self, hidden_TD: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """``best_logprobs`` of the wanted tokens, a few at a time: the logits of a whole prompt would take gigabytes.
-
-        ``hidden_TD``: of all tokens of the step. ``head`` makes logits of such rows.
-        """
-        count = len(self._rows)
+    def logprobs(self, logits: Iterable[Tensor]) -> Tensor:
+        """``best_logprobs`` of the tokens. ``logits``: [``BLOCK_SAMPLES``, V] each, in the order of ``places``."""
         token_ids = np.array([token for one in self._wanted for token in one.token_ids], dtype=np.int64)
-        padding = (0, -count % BLOCK_SAMPLES)  # back ends compile kernels for each new number of rows
-        arrays = {"row": np.pad(self._rows, padding), "token": np.pad(token_ids, padding)}
-        on_device = to_device(arrays, hidden_TD.device)
         most = max(one.most for one in self._wanted)
-        values = []
-        for first in range(0, count, BLOCK_SAMPLES):
-            block = slice(first, first + BLOCK_SAMPLES)
-            logits_RV = head(hidden_TD.index_select(0, on_device["row"][block]))
-            values.append(best_logprobs(logits_RV, on_device["token"][block], range(BLOCK_SAMPLES), most))
-        return torch.cat(values)[:count]
+        values: list[Tensor] = []
+        ids_R = None
+        for number, logits_RV in enumerate(logits):
+            if ids_R is None:
+                ids_R = to_device({"token": np.pad(token_ids, self._padding)}, logits_RV.device)["token"]
+            block = slice(number * BLOCK_SAMPLES, (number + 1) * BLOCK_SAMPLES)
+            values.append(best_logprobs(logits_RV, ids_R[block], range(BLOCK_SAMPLES), most))
+        return torch.cat(values)[: len(token_ids)]
 
     def read(self, values: Sequence[Sequence[float]]) -> dict[int, PromptPart]:
         """By id of the request, from what came back from the device."""

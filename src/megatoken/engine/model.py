@@ -205,9 +205,16 @@ def forward(
     ``ranks``: the ranks that share the model. With shared memory each keeps its part of the residual stream's tokens.
     """
     h_SD = hidden_states(weights, config, ops, cache, batch, ranks)
-    if not batch.samples:
+    return logits(weights, config, ops, h_SD, batch.samples, ranks)
+
+
+def logits(
+    weights: Weights, config: ModelConfig, ops: Ops, h_SD: Tensor, samples: int, ranks: Ranks | None = None
+) -> Tensor:
+    """Logits [``samples``, V] of the first inputs of the head, which may be padded."""
+    if not samples:
         return h_SD.new_empty(0, config.vocabulary_size)
-    return _whole(ops.linear(h_SD, weights.head)[: batch.samples], config, ranks)
+    return _whole(ops.linear(h_SD, weights.head)[:samples], config, ranks)
 
 
 def _whole(x_TN: Tensor, config: ModelConfig, ranks: Ranks | None) -> Tensor:
@@ -226,7 +233,7 @@ def hidden_states(
 ) -> Tensor:
     """One step without the head: its inputs [S, D], padded, of the tokens that sample. Writes the cache.
 
-    With ``every_token`` inputs [T, D] of all tokens, which ranks with shared memory do not have.
+    With ``every_token`` inputs [T, D] of all tokens; in shared memory they are valid until the next step.
     """
     epsilon, shared = config.rms_norm_epsilon, None if ranks is None else ranks.shared
     x_TD = _whole(weights.embedding_VD.index_select(0, batch.token_ids), config, ranks)

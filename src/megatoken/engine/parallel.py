@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.engine.batch import StepArrays
@@ -54,6 +55,7 @@ _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 _CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "self_attn", _HEAD)  # its sinks
 _CUT_BY_COLUMNS = ("o_proj", "down_proj", "w2", _EMBEDDING)
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
+NO_PLACES: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
 _ABORT_SECONDS = 10.0  # most that NCCL may take to give up
 _RUNNING_SUMS_SECONDS = 0.3  # of these, for what runs on the GPU to end; microseconds are enough
@@ -180,11 +182,11 @@ class RankGroup:
         if x.numel():
             self._device.broadcast([x], self._from_rank_0).wait()
 
-    def send(self, order: Order, arrays: StepArrays | None = None) -> None:
-        """Command the other ranks; on rank 0."""
-        header = np.full(2 + 2 * len(_FIELDS), -1, dtype=np.int64)
+    def send(self, order: Order, arrays: StepArrays | None = None, places: NDArray[np.int64] = NO_PLACES) -> None:
+        """Command the other ranks; on rank 0. ``places``: as ``PromptTokens.places``."""
+        header = np.full(2 + 2 * (len(_FIELDS) + 1), -1, dtype=np.int64)
         header[0] = order
-        parts = [] if arrays is None else [getattr(arrays, name) for name in _FIELDS]
+        parts = [] if arrays is None else [*(getattr(arrays, name) for name in _FIELDS), places]
         for number, part in enumerate(parts):
             header[2 + 2 * number : 2 + 2 * number + part.ndim] = part.shape
         if arrays is not None:
@@ -193,19 +195,19 @@ class RankGroup:
         if parts:
             self._broadcast(np.concatenate([part.reshape(-1).astype(np.int32) for part in parts]))
 
-    def receive(self) -> tuple[Order, StepArrays | None]:
+    def receive(self) -> tuple[Order, StepArrays | None, NDArray[np.int64]]:
         """Wait for a command of rank 0."""
-        header = self._broadcast(np.empty(2 + 2 * len(_FIELDS), dtype=np.int64))
+        header = self._broadcast(np.empty(2 + 2 * (len(_FIELDS) + 1), dtype=np.int64))
         order = Order(header[0])
         if order is not Order.STEP:
-            return order, None
+            return order, None, NO_PLACES
         shapes = [[int(side) for side in shape if side >= 0] for shape in header[2:].reshape(-1, 2)]
         sizes = [math.prod(shape) for shape in shapes]
         values = self._broadcast(np.empty(sum(sizes), dtype=np.int32))
-        parts = np.split(values, np.cumsum(sizes)[:-1])
-        fields = {name: part.reshape(shape) for name, part, shape in zip(_FIELDS, parts, shapes, strict=True)}
+        *parts, places = np.split(values, np.cumsum(sizes)[:-1])
+        fields = {name: part.reshape(shape) for name, part, shape in zip(_FIELDS, parts, shapes, strict=False)}
         fields["sampled"] = fields["sampled"].astype(np.int64)
-        return order, StepArrays(decodes=int(header[1]), **fields)
+        return order, StepArrays(decodes=int(header[1]), **fields), places.astype(np.int64)
 
     def abort(self) -> None:
         """Abort the group; on rank 0. A sum on the GPU that waits for an ended rank would block this process for ever.

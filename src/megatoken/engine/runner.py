@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -22,14 +23,14 @@ from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import EngineConfig, model_folder
 from megatoken.engine.device import choose_device, operations, plan_memory
 from megatoken.engine.logprobs import PromptTokens, best_logprobs, read_logprobs
-from megatoken.engine.memory import MemoryPlan, most_tokens
-from megatoken.engine.model import WeightSource, forward, hidden_states, load_weights
+from megatoken.engine.memory import BLOCK_SAMPLES, MemoryPlan, most_tokens
+from megatoken.engine.model import WeightSource, forward, hidden_states, load_weights, logits
 from megatoken.engine.ops import NOTHING_LEFT, Draw, Ops
-from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers, worker_specification
+from megatoken.engine.parallel import NO_PLACES, Order, RankGroup, RankWeights, TPWorkers, worker_specification
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
 from megatoken.engine.request import Request, Sampling, TokenLogprobs
 from megatoken.engine.runner_protocol import PromptPart, RecordedSteps
-from megatoken.engine.sampling import sample
+from megatoken.engine.sampling import sample, to_device
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.step_plan import StepPlan
 from megatoken.engine.tokenizer import Tokenizer
@@ -230,7 +231,7 @@ class ModelRunner:
         self.tokenizer: Tokenizer | None = None
         self.why_no_gpu: str | None = None
         self.overlaps = device.type == "cuda"
-        self.unsupported = frozenset({"prompt_logprobs"} if config.tensor_parallel > 1 else ())
+        self.unsupported: frozenset[str] = frozenset()
         self.recorded: RecordedSteps | None = None
         self.gpu_uuids: list[str] = []
         if device.type == "cuda":  # rank N is on device N
@@ -320,9 +321,9 @@ class ModelRunner:
         """Runs rank 0's commands; raises when rank 0 exits."""
         self._join(group, lambda: None)
         while True:
-            order, arrays = group.receive()
+            order, arrays, places = group.receive()
             if arrays is not None:
-                self.finish(self._compute(arrays), None)
+                self.finish(self._compute(arrays, places), None)
             elif order is Order.FIX_INPUT_SCALES:
                 self._fix_input_scales()
             elif order is Order.RECORD_NEXT and self._graphs is not None:
@@ -355,11 +356,13 @@ class ModelRunner:
             self._padded_tokens,
         )
         choice = None if plain else _Choice(plan, requests, self._last_tokens, self._ops.draw)
+        prompts = None if choice is None else choice.prompts
+        places = NO_PLACES if prompts is None else prompts.places
         with self.explaining(plan):
             if self._workers is not None and self._group is not None:
                 self._workers.check()
-                self._group.send(Order.STEP, arrays)
-            return _Step(self, plan, began, self._compute(arrays, None if choice is None else choice.prompts), choice)
+                self._group.send(Order.STEP, arrays, places)
+            return _Step(self, plan, began, self._compute(arrays, places, prompts), choice)
 
     @contextmanager
     def explaining(self, plan: StepPlan) -> Iterator[None]:
@@ -376,25 +379,34 @@ class ModelRunner:
             ) from error
 
     @torch.inference_mode()
-    def _compute(self, arrays: StepArrays, prompts: PromptTokens | None = None) -> _Computed:
-        """The logits of one step on the device, and the logprobs that are wanted of prompts."""
-        if prompts:
-            return self._compute_prompts(arrays, prompts)
+    def _compute(self, arrays: StepArrays, places: NDArray[np.int64], prompts: PromptTokens | None = None) -> _Computed:
+        """The logits of one step on the device, and on rank 0 the logprobs that are wanted of ``prompts``."""
+        if len(places):
+            return self._compute_prompts(arrays, places, prompts)
         if self._graphs is not None and self._graphs.takes(arrays):
             return _Computed(*self._graphs.run(arrays, self._forward, self._catch_up))
         batch = self._ops.prepare(arrays, self._last_tokens)
         logits_SV = self._forward(batch)
         return _Computed(logits_SV, self._ops.greedy(logits_SV), batch.sample_slots)
 
-    def _compute_prompts(self, arrays: StepArrays, prompts: PromptTokens) -> _Computed:
-        """The same where the last layer computes all tokens, not only those that sample."""
+    def _compute_prompts(
+        self, arrays: StepArrays, places: NDArray[np.int64], prompts: PromptTokens | None
+    ) -> _Computed:
+        """The same where the last layer computes all tokens, not only those that sample.
+
+        The logits of prompts are made a few at a time: those of a whole one would take gigabytes.
+        """
         batch = self._ops.prepare(arrays, self._last_tokens)
-        hidden_TD = hidden_states(self._weights, self._config, self._ops, self._cache, batch, every_token=True)
-        head = partial(self._ops.linear, linear=self._weights.head)
-        logits_SV = hidden_TD.new_empty(0, self._config.vocabulary_size)
-        if batch.samples:
-            logits_SV = head(hidden_TD.index_select(0, batch.sample_indices))[: batch.samples]
-        logprobs = prompts.logprobs(hidden_TD, head)
+        model, ranks = (self._weights, self._config, self._ops), self._group
+        hidden_TD = hidden_states(*model, self._cache, batch, ranks, every_token=True)
+        logits_SV = logits(*model, hidden_TD.index_select(0, batch.sample_indices), batch.samples, ranks)
+        place_T = to_device({"place": places}, hidden_TD.device)["place"]
+        blocks = (
+            logits(*model, hidden_TD.index_select(0, place_R), BLOCK_SAMPLES, ranks)
+            for place_R in place_T.split(BLOCK_SAMPLES)  # type: ignore[no-untyped-call]
+        )
+        logprobs = None if prompts is None else prompts.logprobs(blocks)
+        deque(blocks, maxlen=0)  # other ranks than 0 have no prompts, but a part in their logits
         return _Computed(logits_SV, self._ops.greedy(logits_SV), batch.sample_slots, logprobs)
 
     @torch.inference_mode()
