@@ -51,6 +51,7 @@ _DEMANDS = {  # by pydantic's type of error
     "less_than_equal": "must be at most {le}",
     "list_type": "must be a list; begin each entry with a dash",
     "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
     "model_type": "must be a mapping of keys to values; write KEY: VALUE",
     "string_too_short": "must not be empty",
     "string_type": "must be text",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
 
 
 class ToolFormat(StrEnum):
     """How a model writes its calls."""
 
+    AUTO = "auto"  # found in its chat template
     LLAMA3 = "llama3"  # {"name": ..., "parameters": {...}}; {...}
     HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>; Qwen's too
 
@@ -20,5 +20,5 @@ class ApiSettings:
     """How chats become prompts, and answers tool calls."""
 
     chat_template: Path | None = None  # file to use in place of the model's own template
-    tool_format: Literal["auto"] | ToolFormat = "auto"  # how the model writes tool calls; auto: found in its template
+    tool_format: ToolFormat = ToolFormat.AUTO  # how the model writes tool calls
     trust_request_chat_template: bool = False  # requests may bring templates

@@ -75,7 +75,7 @@ class ApiContext:
             TemplateRenderer(templates, model.max_length),
             TemplateRenderer(templates, model.max_length) if settings.trust_request_chat_template else None,
             defaults,
-            format_of(templates.by_name.values()) if tool_format == "auto" else tool_format,
+            format_of(templates.by_name.values()) if tool_format is ToolFormat.AUTO else tool_format,
             note,
         )
 

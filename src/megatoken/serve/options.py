@@ -87,8 +87,8 @@ class ServeConfig(Section):
     chat_template: GivenPath | None = Field(
         default=None, description="jinja2 file that turns chats into prompts; null: the model's own"
     )
-    tool_format: Literal["auto"] | ToolFormat = Field(
-        default="auto", description="how the model writes tool calls; auto: found in its chat template"
+    tool_format: ToolFormat = Field(
+        default=ToolFormat.AUTO, description="how the model writes tool calls; auto: found in its chat template"
     )
     trust_request_chat_template: bool = Field(default=False, description="requests may bring their own chat_template")
     engine: ServeEngineSection = ServeEngineSection()
