@@ -380,6 +380,7 @@ def test_json_logs_name_requests_and_never_their_text() -> None:
         (["--tls-key", "x.pem"], "--tls-certificate and --tls-key go together"),
         (["--http-processes", "0"], "--http-processes: must be at least 1"),
         (["--prot", "1"], "did you mean --port"),
+        (["--tool-format", "x"], "--tool-format: must be 'auto', 'llama3' or 'hermes'"),
         (["--model", "no-such-model"], "no such directory"),
     ],
 )
