@@ -29,7 +29,7 @@ class PromptPart(NamedTuple):
 class RecordedSteps(NamedTuple):
     """Steps that a runner recorded as CUDA graphs when it was opened."""
 
-    count: int
+    steps: int
     seconds: float
     memory_bytes: int
 

@@ -23,7 +23,7 @@ from megatoken.engine.gpus import Gpu, find_gpu
 from megatoken.engine.measured_costs import Costs
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.request import TokenLogprobs
-from megatoken.engine.runner_protocol import PromptPart
+from megatoken.engine.runner_protocol import PromptPart, RecordedSteps
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.step_plan import StepPlan
 from megatoken.errors import MegatokenError
@@ -227,7 +227,7 @@ class SimulatedRunner:
         self.gpu_uuids: list[str] = []
         self.overlaps = True
         self.unsupported = frozenset({"logprobs", "prompt_logprobs", "grammar", "bad_words"})
-        self.recorded = None
+        self.recorded: RecordedSteps | None = None
         self.free_at = 0.0  # when the last launched step has ended
         self._clock: Clock = clock or WallClock()
         self._stream = stream

@@ -42,9 +42,9 @@ class OpenedEngine:
     def note_to(self, control: Control) -> None:
         """Report to the log what was recorded before the first request."""
         if self.recorded is not None:
-            count, seconds, memory_bytes = self.recorded
+            steps, seconds, memory_bytes = self.recorded
             control.send(
-                {"note": f"{count} steps recorded as CUDA graphs in {seconds:.1f} s, {memory_bytes / 1e6:,.0f} MB"}
+                {"note": f"{steps} steps recorded as CUDA graphs in {seconds:.1f} s, {memory_bytes / 1e6:,.0f} MB"}
             )
 
 

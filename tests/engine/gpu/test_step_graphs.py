@@ -115,7 +115,7 @@ def test_steps_that_must_be_in_time_are_recorded_at_the_start(llama: Path) -> No
     assert recorded >= {(tokens, GRAPH_CHUNKS, tokens + GRAPH_CHUNKS) for tokens in ladder}
     assert recorded >= {(tokens, GRAPH_CHUNKS, GRAPH_CHUNKS) for tokens in ladder}
     assert recorded >= {(tokens, 0, tokens) for tokens in ladder if tokens <= 48}
-    assert engine.recorded is not None and engine.recorded.count == len(engine._runner._graphs.recorded)
+    assert engine.recorded is not None and engine.recorded.steps == len(engine._runner._graphs.recorded)
     assert same_share(llama, config, some_requests(60)) >= 0.8  # what a step holds depends on the time that others took
 
 
@@ -142,7 +142,7 @@ def test_the_first_requests_of_a_server_launch_nothing_kernel_by_kernel(
 def test_recording_stops_when_its_time_is_over(llama: Path) -> None:
     config = EngineConfig(max_batched_tokens=1024, max_sequences=64, max_length=1024, record_seconds=1e-6)
     engine = Engine(llama, config)
-    assert engine.recorded is not None and engine.recorded.count < 10
+    assert engine.recorded is not None and engine.recorded.steps < 10
     assert Engine(llama, replace(config, record_seconds=0.0)).recorded is None
 
 
