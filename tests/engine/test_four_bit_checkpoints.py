@@ -20,6 +20,9 @@ from torch import Tensor
 
 from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.checkpoint import Checkpoint
+from megatoken.engine.model import load_weights
+from megatoken.engine.ops import cpu, native
+from megatoken.engine.ops.cpu_packed import PackedLinear
 from megatoken.engine.quantization_declaration import read_declaration
 from megatoken.engine.schemes import find_scheme
 from megatoken.engine.schemes.fp8_weight import Fp8Weight
@@ -93,7 +96,61 @@ def test_answers_are_those_of_the_decoded_model(checkpoint: FourBit, monkeypatch
         answers.append([answer_and_logits(engine, prompt, 12, monkeypatch) for prompt in PROMPTS])
     for (tokens, logits), (meant, meant_logits) in zip(*answers, strict=True):
         assert tokens == meant
-        assert torch.equal(logits, meant_logits)
+        # Weights that stay packed are summed in another order.
+        torch.testing.assert_close(logits, meant_logits, rtol=0, atol=1e-5 * meant_logits.abs().max().item())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(
+        ["modelopt-nvfp4 inputs", "compressed-mxfp4", "modelopt-int4", "awq", "compressed-int4 zeros"]
+    ),
+    seed=st.integers(0, 99),
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 5),
+    tokens=st.integers(1, 20),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_packed_products(
+    kind: str,
+    seed: int,
+    rows: int,
+    columns: int,
+    tokens: int,
+    dtype: torch.dtype,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Any number of tokens and rows, against float64; expanded rows are exact."""
+    if not native.has_packed():
+        pytest.skip("this processor has no AVX2, or kernels could not be compiled")
+    tensors, values = random_linear(kind, seed, 8 * rows, 32 * columns)
+    weight = read_one(tmp_path_factory.getbasetemp() / "packed", kind, tensors, values.shape)
+    assert isinstance(weight, Packed4)
+    assert cpu.keeps_packed(weight)
+    draw = torch.Generator().manual_seed(seed)
+    x, bias = torch.randn(tokens, values.shape[1], generator=draw).to(dtype), torch.randn(8 * rows, generator=draw)
+    packed = cpu.pack_linear(weight, bias.to(dtype), find_scheme("fp32"))
+    assert isinstance(packed, PackedLinear)
+    expected = x.double() @ torch.from_numpy(values).double().T + bias.to(dtype).double()
+    found = cpu.linear(x, packed)
+    assert found.dtype == dtype
+    bound = x.double().abs() @ torch.from_numpy(values).double().abs().T + bias.abs()
+    rounding = expected.abs() * 2.0**-8 if dtype == torch.bfloat16 else 0
+    # The zero is subtracted from the sums of a group, which are up to twice as large as its products.
+    assert ((found.double() - expected).abs() <= 4e-6 * bound + rounding).all()
+    operands = (packed.codes_NB, packed.factor_NG, packed.zero_NG)
+    first = seed % (8 * rows)
+    assert_same(native.packed_decode(*operands, first, 8 * rows), values[first:])
+
+
+def test_weights_stay_packed_where_a_kernel_fits(tmp_path: Path) -> None:
+    """Merged ones too; others are multiplied out."""
+    for kind, stays in (("awq", True), ("modelopt-nvfp4 inputs", True), ("gptq order", False)):
+        made = make(tmp_path / kind.split()[0], kind)
+        for precision in ("fp32", "bf16"):
+            layer = load_weights(Checkpoint.open(made.directory), cpu, find_scheme(precision), 16, CPU).layers[0]
+            for linear in (layer.qkv, layer.output, *layer.gate_up, layer.down):
+                assert isinstance(linear, PackedLinear) == (stays and native.has_packed())
 
 
 def test_every_code_and_every_scale(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatoken.engine.config import ExpertsConfig, ModelConfig, RopeConfig
 from megatoken.engine.ops import Batch, Ops, Ranks
 from megatoken.engine.process_memory import return_freed_memory
 from megatoken.engine.schemes import LinearScheme
+from megatoken.engine.schemes.packed4 import Packed4
 
 
 class QuantizedSource(Protocol):
@@ -30,6 +31,9 @@ class QuantizedSource(Protocol):
 
     def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any | None:
         """One weight in the scheme's own type; None if it must be multiplied out for that, or is plain."""
+
+    def four_bit(self, name: str) -> Packed4 | None:
+        """One four-bit weight as stored, on the CPU; None if it is none, or is to be multiplied out."""
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         """Of a layer's fp8 keys and values."""
@@ -98,8 +102,12 @@ def load_weights(
 
     def weight(part: str) -> Any:
         name = f"{part}.weight"
-        kept = None if stored is None else stored.read(name, scheme, device)
-        return tensor(name) if kept is None else kept
+        if stored is not None:
+            if (kept := stored.read(name, scheme, device)) is not None:
+                return kept
+            if device.type == "cpu" and (packed := stored.four_bit(name)) is not None and ops.keeps_packed(packed):
+                return packed
+        return tensor(name)
 
     def read(part: str, bias: bool) -> tuple[Any, Tensor | None]:
         return weight(part), tensor(f"{part}.bias") if bias else None

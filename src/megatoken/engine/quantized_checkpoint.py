@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.quantization_declaration import Declaration, read_declaration
-from megatoken.engine.quantized_layouts import Expected, read_scale
+from megatoken.engine.quantized_layouts import Expected, Fp8Layout, read_scale
 from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.tensor_files import StoredTensor, one_line_errors
 
@@ -88,6 +88,13 @@ class QuantizedTensors:
             CheckpointError: as ``stored``.
         """
         return kept_in(scheme, self, name, device)
+
+    def four_bit(self, name: str) -> Packed4 | None:
+        """One four-bit weight as stored; None if it is none. Raises as ``stored``."""
+        module = name.removesuffix(".weight")
+        if name not in self or isinstance(self._layouts[module], Fp8Layout):
+            return None
+        return cast("Packed4", self.stored(name))
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         """Scales of the layer's keys and values in an fp8 cache."""

@@ -125,6 +125,10 @@ class StackedExperts:
         """One weight as ``QuantizedTensors.read``; raises as ``stored``."""
         return kept_in(scheme, self, name, device)
 
+    def four_bit(self, name: str) -> None:
+        """Experts are multiplied out: each has few tokens, but many rows."""
+        return
+
     def cache_scales(self, layer: int) -> tuple[float, float]:
         """None are stored."""
         return 1.0, 1.0

@@ -23,6 +23,7 @@ from megatoken.engine.schemes import LinearScheme
 
 if TYPE_CHECKING:
     from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
+    from megatoken.engine.schemes.packed4 import Packed4
 
 NO_TOKEN = -1
 """The id sampled from logits that are not finite."""
@@ -79,6 +80,9 @@ class Ops(Protocol):
 
         ``last_tokens``: int64 [slots], the newest token of each slot.
         """
+
+    def keeps_packed(self, weight: Packed4) -> bool:
+        """Whether ``pack_linear`` takes a four-bit weight for a plain scheme, and multiplies without expanding it."""
 
     def pack_linear(self, weight: Any, bias_N: Tensor | None, scheme: LinearScheme) -> Any:
         """Bring ``y = x W^T + b`` into the form ``linear`` wants; the weight may be freed afterwards.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,10 +22,12 @@ from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
 from megatoken.engine.config import ClampedSwiglu, ExpertsConfig, ModelConfig
 from megatoken.engine.memory import WINDOWED_QUERIES_ON_CPU
-from megatoken.engine.ops import NO_TOKEN, Ranks, native, reference
+from megatoken.engine.ops import NO_TOKEN, Ranks, cpu_packed, native, reference
+from megatoken.engine.ops.cpu_packed import PackedLinear
 from megatoken.engine.ops.routing import choose_experts
 from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.schemes.fp8_weight import Fp8Weight, quantise_rows
+from megatoken.engine.schemes.packed4 import Packed4
 
 EXACT_TOKENS_FROM_BYTES = 1_000_000_000
 WIDENED_FROM_TOKENS = 3  # with fewer, widening a weight costs more than its products in bf16
@@ -44,12 +46,15 @@ class Linear:
     scale: Tensor | None
 
 
+AnyLinear: TypeAlias = Linear | PackedLinear
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture: gate, up and down projection of each expert, and what chooses among them."""
 
     router: tuple[Tensor, Tensor | None]  # fp32
-    each: list[tuple[tuple[Linear, Linear], Linear]]
+    each: list[tuple[tuple[AnyLinear, AnyLinear], AnyLinear]]
     config: ExpertsConfig
 
 
@@ -88,23 +93,31 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def pack_linear(weight: Tensor | Fp8Weight, bias_N: Tensor | None, scheme: LinearScheme) -> Linear:
+def keeps_packed(weight: Packed4) -> bool:
+    """If there is a kernel for it."""
+    return cpu_packed.can_keep(weight)
+
+
+def pack_linear(weight: Tensor | Fp8Weight | Packed4, bias_N: Tensor | None, scheme: LinearScheme) -> AnyLinear:
     """Reorder into oneDNN's blocked layout, which suits any number of tokens.
 
     An fp8 weight is held exactly. Its input scale is not needed: the input of each token gets its own.
     """
-    if isinstance(weight, Tensor):
-        weight = scheme.quantise(weight)
-    if isinstance(weight, Tensor):
-        packed, scale = weight, None
+    if isinstance(weight, Packed4):
+        return cpu_packed.pack(weight, bias_N)
+    plain = scheme.quantise(weight) if isinstance(weight, Tensor) else weight
+    if isinstance(plain, Tensor):
+        packed, scale = plain, None
     else:
-        packed, scale = weight.values_ND.to(torch.bfloat16), weight.scale_N1.view(-1)
+        packed, scale = plain.values_ND.to(torch.bfloat16), plain.scale_N1.view(-1)
     if can_pack(packed.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(packed, 32)
     return Linear(packed, bias_N, scale)
 
 
-def pack_gated(gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], scheme: LinearScheme) -> tuple[Linear, Linear]:
+def pack_gated(
+    gate_up: list[tuple[Tensor | Fp8Weight | Packed4, Tensor | None]], scheme: LinearScheme
+) -> tuple[AnyLinear, AnyLinear]:
     """Two matrices, so that each product can fuse its part of the elementwise work."""
     gate, up = (pack_linear(weight, bias, scheme) for weight, bias in gate_up)
     return gate, up
@@ -112,7 +125,7 @@ def pack_gated(gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], scheme: 
 
 def pack_experts(
     router: tuple[Tensor, Tensor | None],
-    experts: Iterable[list[tuple[Tensor | Fp8Weight, Tensor | None]]],
+    experts: Iterable[list[tuple[Tensor | Fp8Weight | Packed4, Tensor | None]]],
     config: ExpertsConfig,
     scheme: LinearScheme,
 ) -> Experts:
@@ -122,8 +135,11 @@ def pack_experts(
     return Experts((router_XD.float(), None if bias_X is None else bias_X.float()), each, config)
 
 
-def linear(x_TD: Tensor, linear: Linear, activation: str = "none") -> Tensor:
+def linear(x_TD: Tensor, linear: AnyLinear, activation: str = "none") -> Tensor:
     """``activation(x W^T + b)``, activation "none" or "swish"."""
+    if isinstance(linear, PackedLinear):
+        y_TN = cpu_packed.product(x_TD, linear)
+        return silu(y_TN) if activation == "swish" else y_TN
     if linear.scale is not None:
         return _linear_fp8(x_TD, linear, linear.scale, activation)
     if linear.packed.is_mkldnn:
@@ -168,20 +184,20 @@ def _linear_fp8(x_TD: Tensor, linear: Linear, scale: Tensor, activation: str) ->
     return (silu(y_TN) if activation == "swish" else y_TN).to(x_TD.dtype)
 
 
-def linear_add(x_TD: Tensor, linear_: Linear, residual_TN: Tensor) -> Tensor:
+def linear_add(x_TD: Tensor, linear_: AnyLinear, residual_TN: Tensor) -> Tensor:
     """``residual + x W^T + b`` in one product."""
-    if linear_.scale is None and linear_.packed.is_mkldnn:
+    if isinstance(linear_, Linear) and linear_.scale is None and linear_.packed.is_mkldnn:
         return _product_and(x_TD, residual_TN, linear_, "add")
     return residual_TN + linear(x_TD, linear_)
 
 
 def linear_add_norm(
     x_TD: Tensor,
-    linear_: Linear,
+    linear_: AnyLinear,
     residual_TN: Tensor,
     weight_N: Tensor,
     epsilon: float,
-    consumer: Linear,
+    consumer: AnyLinear,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The product and the sum in one pass, then the norm."""
@@ -194,8 +210,8 @@ def linear_add_norm(
 
 def gated(
     x_TD: Tensor,
-    gate_up: tuple[Linear, Linear],
-    consumer: Linear | None = None,
+    gate_up: tuple[AnyLinear, AnyLinear],
+    consumer: AnyLinear | None = None,
     clamped: ClampedSwiglu | None = None,
 ) -> Tensor:
     """``silu(gate(x)) * up(x)`` in two products, or ``clamped`` of both."""
@@ -203,7 +219,7 @@ def gated(
     if clamped is not None:
         return reference.clamped_swiglu(linear(x_TD, gate), linear(x_TD, up), clamped)
     gate_TN = linear(x_TD, gate, "swish")
-    if up.scale is None and up.packed.is_mkldnn:
+    if isinstance(up, Linear) and up.scale is None and up.packed.is_mkldnn:
         return _product_and(x_TD, gate_TN, up, "mul")
     return gate_TN * linear(x_TD, up)
 
@@ -240,7 +256,7 @@ def experts_add_norm(
     residual_TN: Tensor,
     weight_N: Tensor,
     epsilon: float,
-    consumer: Linear,
+    consumer: AnyLinear,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mixture, then the sum, then the norm."""
@@ -249,7 +265,7 @@ def experts_add_norm(
     return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Linear | None = None) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: AnyLinear | None = None) -> Tensor:
     """One pass if kernels were compiled, otherwise torch's."""
     h_TD = native.rms_norm(x_TD, weight_D, epsilon)
     return fused_rms_norm(x_TD, weight_D.shape, weight_D, epsilon) if h_TD is None else h_TD
@@ -351,14 +367,14 @@ def rotate_and_write(
 
 
 def attention(
-    q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear, sinks_H: Tensor | None = None
+    q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: AnyLinear, sinks_H: Tensor | None = None
 ) -> Tensor:
     """All tokens, each over the keys of its sequence up to its own."""
     return paged_attention(q_THE, cache, batch.page_table, sinks_H).view(len(q_THE), -1)
 
 
 def sample_attention(
-    q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear, sinks_H: Tensor | None = None
+    q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: AnyLinear, sinks_H: Tensor | None = None
 ) -> Tensor:
     """The last token of each sequence that samples, over all its keys."""
     a_SHE = torch.zeros_like(q_SHE)

@@ -24,6 +24,7 @@ from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, prompt
 from megatoken.engine.ops.cuda_experts import Experts
 from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.schemes import LinearScheme
+from megatoken.engine.schemes.packed4 import Packed4
 
 DECODE = paged_attention.DecodeConfig(e4m3_scores=True)
 _ALIGNMENT = 4
@@ -64,6 +65,11 @@ def kernels() -> dict[str, Any]:
 def padded_tokens(tokens: int, weights_bytes: int) -> int:
     """No padding: no kernel is compiled for a number of tokens."""
     return tokens
+
+
+def keeps_packed(weight: Packed4) -> bool:
+    """Never: the weight is expanded when it is loaded."""
+    return False
 
 
 def pack_linear(weight: Any, bias_N: Tensor | None, scheme: LinearScheme) -> Linear:

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kernels_amx.h"
+#include "kernels_packed.h"
 #include "kernels_vectors.h"
 
 namespace {
@@ -296,6 +297,31 @@ void rotate_and_write(T *q_out, T *k_cache, T *v_cache, const T *qkv, const T *c
     }
 
 extern "C" {
+int has_packed() {
+#ifdef __AVX2__
+    return 1;
+#else
+    return 0;
+#endif
+}
+#ifdef __AVX2__
+void packed_product(float *out, const float *x, const uint8_t *codes, const float *factors, const float *zeros,
+                    int64_t rows, int64_t columns, int group, int tokens, int threads) {
+    packed::Weight weight{codes, factors, zeros, rows, columns, group};
+    if (zeros)
+        packed::product<false>(out, x, tokens, weight, threads);
+    else
+        packed::product<true>(out, x, tokens, weight, threads);
+}
+void packed_decode(float *out, const uint8_t *codes, const float *factors, const float *zeros, int64_t rows,
+                   int64_t columns, int group, int64_t first, int64_t last, int threads) {
+    packed::Weight weight{codes, factors, zeros, rows, columns, group};
+    if (zeros)
+        packed::decode<false>(out, weight, first, last, threads);
+    else
+        packed::decode<true>(out, weight, first, last, threads);
+}
+#endif
 EXPORT(float, fp32)
 EXPORT(bf16, bf16)
 }

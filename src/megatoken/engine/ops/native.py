@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = (SOURCE.with_name("kernels_amx.h"), SOURCE.with_name("kernels_vectors.h"))
+HEADERS = tuple(SOURCE.with_name(f"kernels_{name}.h") for name in ("amx", "packed", "vectors"))
 PROCESSOR = Path("/proc/cpuinfo")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -32,6 +32,14 @@ SIGNATURES = {
     "rms_norm": (*[_address] * 3, _long, _long, _float, _int),
     "rotate_and_write": (*[_address] * 8, _long, *[_int] * 5),
 }
+
+
+_WEIGHT = (*[_address] * 3, _long, _long, _int)  # codes, factors, zeros, rows, columns, group
+PACKED_SIGNATURES = {
+    "packed_product": (_address, _address, *_WEIGHT, _int, _int),
+    "packed_decode": (_address, *_WEIGHT, _long, _long, _int),
+}
+"""Of kernels that only processors with AVX2 have."""
 
 
 def library() -> ctypes.CDLL | None:
@@ -150,6 +158,10 @@ def _load(file: Path) -> ctypes.CDLL:
         for suffix in SUFFIX.values():
             function = getattr(kernels, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
+    if kernels.has_packed():
+        for name, arguments in PACKED_SIGNATURES.items():
+            function = getattr(kernels, name)
+            function.argtypes, function.restype = arguments, None
     return kernels
 
 
@@ -203,6 +215,61 @@ def attention(
         torch.get_num_threads(),
     )
     return out_THE
+
+
+def has_packed() -> bool:
+    """Whether ``packed_product`` and ``packed_decode`` were compiled."""
+    compiled = library()
+    return compiled is not None and bool(compiled.has_packed())
+
+
+def packed_product(x_TD: Tensor, codes_NB: Tensor, factor_NG: Tensor, zero_NG: Tensor | None) -> Tensor:
+    """``x W^T`` in fp32 -> [T, N], with the weight ``factor * (code - zero)``; needs ``has_packed``.
+
+    Args:
+        x_TD: fp32.
+        codes_NB: uint8, two to a byte, the even column in the low bits.
+        factor_NG: fp32; a group has a multiple of 8 columns.
+        zero_NG: fp32 of int4 codes; None for e2m1 codes.
+
+    Raises:
+        TypeError: an operand has another dtype, shape or layout.
+    """
+    rows, columns = len(codes_NB), 2 * codes_NB.shape[1]
+    out_TN = torch.empty(len(x_TD), rows)
+    _compiled().packed_product(
+        out_TN.data_ptr(),
+        _pointer(x_TD, torch.float32, (len(x_TD), columns)),
+        *_packed_weight(codes_NB, factor_NG, zero_NG),
+        len(x_TD),
+        torch.get_num_threads(),
+    )
+    return out_TN
+
+
+def packed_decode(codes_NB: Tensor, factor_NG: Tensor, zero_NG: Tensor | None, first: int, last: int) -> Tensor:
+    """Rows of such a weight from ``first`` to ``last``, fp32 [rows, K]; as ``packed_product``."""
+    out_NK = torch.empty(last - first, 2 * codes_NB.shape[1])
+    weight = _packed_weight(codes_NB, factor_NG, zero_NG)
+    _compiled().packed_decode(out_NK.data_ptr(), *weight, first, last, torch.get_num_threads())
+    return out_NK
+
+
+def _compiled() -> ctypes.CDLL:
+    compiled = library()
+    assert compiled is not None
+    return compiled
+
+
+def _packed_weight(codes_NB: Tensor, factor_NG: Tensor, zero_NG: Tensor | None) -> tuple[int | None, ...]:
+    rows, groups = factor_NG.shape
+    columns = 2 * codes_NB.shape[1]
+    return (
+        _pointer(codes_NB, torch.uint8, (rows, columns // 2)),
+        _pointer(factor_NG, torch.float32, (rows, groups)),
+        None if zero_NG is None else _pointer(zero_NG, torch.float32, (rows, groups)),
+        *(rows, columns, columns // groups),
+    )
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor | None:

@@ -119,7 +119,12 @@ class LinearScheme:
         """Weights of linears with the same input as one weight, rows below each other. Plain parts stay plain."""
         import torch
 
-        return torch.cat(list(parts))
+        from megatoken.engine.schemes.packed4 import Packed4, stack
+
+        packed = [part for part in parts if isinstance(part, Packed4)]
+        if packed and len(packed) == len(parts) and (merged := stack(packed)) is not None:
+            return merged
+        return torch.cat([part.decode(self.activation_dtype) if part in packed else part for part in parts])
 
     def cuda_linear(self, weight: Any, bias_N: Tensor | None) -> Linear:
         """The GPU back end's form of a weight in this format.

@@ -58,6 +58,12 @@ class Packed4:
     pre_scale_K: Tensor | None = None
     largest_input: float | None = None
 
+    def factors(self) -> Tensor:
+        """fp32 [N, G]: the scales times the second scale, rounded once."""
+        if self.second_N1 is None:
+            return self.scale_NG.float()
+        return (self.scale_NG.double() * self.second_N1).float()
+
     def to(self, device: torch.device) -> Packed4:
         """The same on another device."""
         return self._with(lambda tensor: tensor.to(device), lambda tensor: tensor.to(device))
@@ -168,9 +174,7 @@ def _values(weight: Packed4, *, second: bool) -> Tensor:
     device, (rows, groups) = weight.codes_NB.device, weight.scale_NG.shape
     pairs = [[VALUES[weight.kind][byte & 15], VALUES[weight.kind][byte >> 4]] for byte in range(256)]
     values_NK = torch.tensor(pairs, device=device)[weight.codes_NB.int()].view(rows, -1)[:, : weight.columns]
-    factor_NG = weight.scale_NG.float()
-    if second and weight.second_N1 is not None:
-        factor_NG = (weight.scale_NG.double() * weight.second_N1).float()
+    factor_NG = weight.factors() if second else weight.scale_NG.float()
     zero_NG = weight.zero_NG
     if weight.group_K is not None:
         factor_NG = factor_NG[:, weight.group_K]
