@@ -33,7 +33,7 @@ class QuantizedSource(Protocol):
         """One weight in the scheme's own type; None if it must be multiplied out for that, or is plain."""
 
     def four_bit(self, name: str) -> Packed4 | None:
-        """One four-bit weight as stored, on the CPU; None if it is none, or is to be multiplied out."""
+        """One four-bit weight as stored, on the CPU; None if it is none, or must be multiplied out."""
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         """Of a layer's fp8 keys and values."""
@@ -105,7 +105,7 @@ def load_weights(
         if stored is not None:
             if (kept := stored.read(name, scheme, device)) is not None:
                 return kept
-            if device.type == "cpu" and (packed := stored.four_bit(name)) is not None and ops.keeps_packed(packed):
+            if ops.keeps_packed(dtype) and (packed := stored.four_bit(name)) is not None:
                 return packed
         return tensor(name)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatoken.engine.batch import StepArrays
@@ -23,7 +24,6 @@ from megatoken.engine.schemes import LinearScheme
 
 if TYPE_CHECKING:
     from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
-    from megatoken.engine.schemes.packed4 import Packed4
 
 NO_TOKEN = -1
 """The id sampled from logits that are not finite."""
@@ -81,8 +81,8 @@ class Ops(Protocol):
         ``last_tokens``: int64 [slots], the newest token of each slot.
         """
 
-    def keeps_packed(self, weight: Packed4) -> bool:
-        """Whether ``pack_linear`` takes a four-bit weight for a plain scheme, and multiplies without expanding it."""
+    def keeps_packed(self, dtype: torch.dtype) -> bool:
+        """Whether ``pack_linear`` multiplies four-bit weights by inputs of ``dtype`` without expanding them."""
 
     def pack_linear(self, weight: Any, bias_N: Tensor | None, scheme: LinearScheme) -> Any:
         """Bring ``y = x W^T + b`` into the form ``linear`` wants; the weight may be freed afterwards.

@@ -93,9 +93,9 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def keeps_packed(weight: Packed4) -> bool:
-    """If there is a kernel for it."""
-    return cpu_packed.can_keep(weight)
+def keeps_packed(dtype: torch.dtype) -> bool:
+    """In bf16, where the kernels were compiled."""
+    return dtype == torch.bfloat16 and native.has_packed()
 
 
 def pack_linear(weight: Tensor | Fp8Weight | Packed4, bias_N: Tensor | None, scheme: LinearScheme) -> AnyLinear:
@@ -104,7 +104,9 @@ def pack_linear(weight: Tensor | Fp8Weight | Packed4, bias_N: Tensor | None, sch
     An fp8 weight is held exactly. Its input scale is not needed: the input of each token gets its own.
     """
     if isinstance(weight, Packed4):
-        return cpu_packed.pack(weight, bias_N)
+        if cpu_packed.fits(weight):
+            return cpu_packed.pack(weight, bias_N)
+        weight = weight.decode(scheme.activation_dtype)
     plain = scheme.quantise(weight) if isinstance(weight, Tensor) else weight
     if isinstance(plain, Tensor):
         packed, scale = plain, None

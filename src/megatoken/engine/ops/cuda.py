@@ -24,7 +24,6 @@ from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, prompt
 from megatoken.engine.ops.cuda_experts import Experts
 from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.schemes import LinearScheme
-from megatoken.engine.schemes.packed4 import Packed4
 
 DECODE = paged_attention.DecodeConfig(e4m3_scores=True)
 _ALIGNMENT = 4
@@ -67,7 +66,7 @@ def padded_tokens(tokens: int, weights_bytes: int) -> int:
     return tokens
 
 
-def keeps_packed(weight: Packed4) -> bool:
+def keeps_packed(dtype: torch.dtype) -> bool:
     """Never: the weight is expanded when it is loaded."""
     return False
 

@@ -306,20 +306,14 @@ int has_packed() {
 }
 #ifdef __AVX2__
 void packed_product(float *out, const float *x, const uint8_t *codes, const float *factors, const float *zeros,
-                    int64_t rows, int64_t columns, int group, int tokens, int threads) {
-    packed::Weight weight{codes, factors, zeros, rows, columns, group};
-    if (zeros)
-        packed::product<false>(out, x, tokens, weight, threads);
-    else
-        packed::product<true>(out, x, tokens, weight, threads);
+                    int64_t rows, int64_t columns, int group, int e2m1, int tokens, int threads) {
+    packed::product(out, x, tokens, {codes, factors, zeros, rows, columns, group, e2m1 != 0}, threads);
 }
 void packed_decode(float *out, const uint8_t *codes, const float *factors, const float *zeros, int64_t rows,
-                   int64_t columns, int group, int64_t first, int64_t last, int threads) {
-    packed::Weight weight{codes, factors, zeros, rows, columns, group};
-    if (zeros)
-        packed::decode<false>(out, weight, first, last, threads);
-    else
-        packed::decode<true>(out, weight, first, last, threads);
+                   int64_t columns, int group, int e2m1, int64_t first, int64_t last, int threads) {
+    packed::Weight weight{codes, factors, zeros, rows, columns, group, e2m1 != 0};
+    e2m1 ? packed::decode<true>(out, weight, first, last, threads)
+         : packed::decode<false>(out, weight, first, last, threads);
 }
 #endif
 EXPORT(float, fp32)

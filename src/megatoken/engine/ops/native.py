@@ -13,6 +13,7 @@ import stat
 import subprocess
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ SIGNATURES = {
 }
 
 
-_WEIGHT = (*[_address] * 3, _long, _long, _int)  # codes, factors, zeros, rows, columns, group
+_WEIGHT = (*[_address] * 3, _long, _long, _int, _int)  # codes, factors, zeros, rows, columns, group, e2m1
 PACKED_SIGNATURES = {
     "packed_product": (_address, _address, *_WEIGHT, _int, _int),
     "packed_decode": (_address, *_WEIGHT, _long, _long, _int),
@@ -217,58 +218,73 @@ def attention(
     return out_THE
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """``factor * (code - zero)``, four bits a code.
+
+    Attributes:
+        codes_NB: uint8, two to a byte, the even column in the low bits.
+        factor_NG: fp32, for each group of columns.
+        zero_NG: fp32; None for e2m1, and if all zeros are 8.
+        e2m1: whether codes are e2m1 numbers; otherwise integers.
+    """
+
+    codes_NB: Tensor
+    factor_NG: Tensor
+    zero_NG: Tensor | None
+    e2m1: bool
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return 2 * self.codes_NB.shape[1]
+
+
 def has_packed() -> bool:
     """Whether ``packed_product`` and ``packed_decode`` were compiled."""
     compiled = library()
     return compiled is not None and bool(compiled.has_packed())
 
 
-def packed_product(x_TD: Tensor, codes_NB: Tensor, factor_NG: Tensor, zero_NG: Tensor | None) -> Tensor:
-    """``x W^T`` in fp32 -> [T, N], with the weight ``factor * (code - zero)``; needs ``has_packed``.
+def packed_product(x_TD: Tensor, weight: PackedWeight) -> Tensor:
+    """``x W^T`` in fp32 -> [T, N]; needs ``has_packed``. Inputs are rounded to 16 bits of the largest of their block.
 
     Args:
-        x_TD: fp32.
-        codes_NB: uint8, two to a byte, the even column in the low bits.
-        factor_NG: fp32; a group has a multiple of 8 columns.
-        zero_NG: fp32 of int4 codes; None for e2m1 codes.
+        x_TD: fp32. K is a multiple of 64.
+        weight: groups of 16 or 32 columns, or of a multiple of 64.
 
     Raises:
         TypeError: an operand has another dtype, shape or layout.
     """
-    rows, columns = len(codes_NB), 2 * codes_NB.shape[1]
-    out_TN = torch.empty(len(x_TD), rows)
-    _compiled().packed_product(
+    out_TN = torch.empty(len(x_TD), len(weight.codes_NB))
+    compiled = library()
+    assert compiled is not None
+    compiled.packed_product(
         out_TN.data_ptr(),
-        _pointer(x_TD, torch.float32, (len(x_TD), columns)),
-        *_packed_weight(codes_NB, factor_NG, zero_NG),
+        _pointer(x_TD, torch.float32, (len(x_TD), weight.columns)),
+        *_packed_weight(weight),
         len(x_TD),
         torch.get_num_threads(),
     )
     return out_TN
 
 
-def packed_decode(codes_NB: Tensor, factor_NG: Tensor, zero_NG: Tensor | None, first: int, last: int) -> Tensor:
-    """Rows of such a weight from ``first`` to ``last``, fp32 [rows, K]; as ``packed_product``."""
-    out_NK = torch.empty(last - first, 2 * codes_NB.shape[1])
-    weight = _packed_weight(codes_NB, factor_NG, zero_NG)
-    _compiled().packed_decode(out_NK.data_ptr(), *weight, first, last, torch.get_num_threads())
+def packed_decode(weight: PackedWeight, first: int, last: int) -> Tensor:
+    """Rows from ``first`` to ``last``, exactly, fp32 [rows, K]; groups have a multiple of 8 columns. As the product."""
+    out_NK = torch.empty(last - first, weight.columns)
+    compiled = library()
+    assert compiled is not None
+    compiled.packed_decode(out_NK.data_ptr(), *_packed_weight(weight), first, last, torch.get_num_threads())
     return out_NK
 
 
-def _compiled() -> ctypes.CDLL:
-    compiled = library()
-    assert compiled is not None
-    return compiled
-
-
-def _packed_weight(codes_NB: Tensor, factor_NG: Tensor, zero_NG: Tensor | None) -> tuple[int | None, ...]:
-    rows, groups = factor_NG.shape
-    columns = 2 * codes_NB.shape[1]
+def _packed_weight(weight: PackedWeight) -> tuple[int | None, ...]:
+    (rows, groups), columns = weight.factor_NG.shape, weight.columns
     return (
-        _pointer(codes_NB, torch.uint8, (rows, columns // 2)),
-        _pointer(factor_NG, torch.float32, (rows, groups)),
-        None if zero_NG is None else _pointer(zero_NG, torch.float32, (rows, groups)),
-        *(rows, columns, columns // groups),
+        _pointer(weight.codes_NB, torch.uint8, (rows, columns // 2)),
+        _pointer(weight.factor_NG, torch.float32, (rows, groups)),
+        None if weight.zero_NG is None else _pointer(weight.zero_NG, torch.float32, (rows, groups)),
+        *(rows, columns, columns // groups, weight.e2m1),
     )
 
 

@@ -124,7 +124,8 @@ class LinearScheme:
         packed = [part for part in parts if isinstance(part, Packed4)]
         if packed and len(packed) == len(parts) and (merged := stack(packed)) is not None:
             return merged
-        return torch.cat([part.decode(self.activation_dtype) if part in packed else part for part in parts])
+        plain = (part.decode(self.activation_dtype) if isinstance(part, Packed4) else part for part in parts)
+        return torch.cat(list(plain))
 
     def cuda_linear(self, weight: Any, bias_N: Tensor | None) -> Linear:
         """The GPU back end's form of a weight in this format.
