@@ -15,6 +15,7 @@ ORDER = [
     "__main__",
     "cli",
     "report",
+    "dossier",
     "planning",
     "claims",
     "submission",

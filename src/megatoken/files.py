@@ -203,7 +203,7 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        raise UnreadableError(_cause(error)) from None
+        raise UnreadableError(f"cannot be read: {cause(error)}") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise UnreadableError("is not a regular file")
@@ -219,7 +219,7 @@ def read_text(path: Path, most_bytes: int = MOST_DOCUMENT_BYTES) -> tuple[str, l
         with open_regular(path) as file:
             data = file.read(most_bytes + 1)
     except OSError as error:
-        raise UnreadableError(_cause(error)) from None
+        raise UnreadableError(f"cannot be read: {cause(error)}") from None
     if len(data) > most_bytes:
         raise UnreadableError(f"is larger than {most_bytes // 2**20} MiB, which no such file is")
     if problem := encoding_problem(data):
@@ -317,6 +317,6 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _cause(error: OSError | ValueError) -> str:
-    text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-    return f"cannot be read: {text}"
+def cause(error: Exception) -> str:
+    """Why a file cannot be read, without the number of the system's error and without the path."""
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)

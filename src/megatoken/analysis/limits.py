@@ -117,6 +117,11 @@ def judge_limits(run: Run, limits: Sequence[Limit], dollars_per_hour: float | No
     return [_judged(limit, observed) for limit in limits]
 
 
+def not_judged(limits: Sequence[Limit], why: str) -> list[Judged]:
+    """The answers where there is no run to judge, which ``why`` explains."""
+    return [_open(limit, why) for limit in limits]
+
+
 def overall(answers: Sequence[Judged]) -> Answer | None:
     """NOT MET if one is not, else CANNOT TELL if one is open, else MET; None without limits."""
     found = {one.answer for one in answers}

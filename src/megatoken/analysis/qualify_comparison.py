@@ -16,6 +16,7 @@ from typing import Any
 from megatoken.analysis.qualified import Machine, machine_of, predict
 from megatoken.engine.config import SHAPES, EngineConfig
 from megatoken.errors import MegatokenError, UsageError
+from megatoken.files import cause
 from megatoken.text import is_number
 
 AZURE = "azure"
@@ -160,7 +161,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"--compare {path}: cannot be read ({error}); give a CSV table, or azure") from error
+        raise UsageError(f"--compare {path}: cannot be read ({cause(error)}); give a CSV table, or azure") from error
     if not rows or any(name not in rows[0] for name in COLUMNS):
         raise UsageError(f"--compare {path}: expected the columns {', '.join(COLUMNS)}; give such a table, or azure")
     for number, row in enumerate(rows, 1):

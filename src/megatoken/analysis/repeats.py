@@ -14,7 +14,7 @@ from megatoken.analysis.comparison import CONFIDENCE, student_t
 from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import contentions, simulated_gpu
 from megatoken.errors import UsageError
-from megatoken.files import plain
+from megatoken.files import cause, plain
 from megatoken.runs.run import RESULT, Run, Verdict
 from megatoken.text import is_number, utc_now
 
@@ -224,5 +224,5 @@ def read_repeats(folder: Path) -> dict[str, Any] | None:
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); repeat the runs") from error
+        raise UsageError(f"{path}: cannot be read ({cause(error)}); repeat the runs") from error
     return document

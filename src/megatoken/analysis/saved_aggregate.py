@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_text
@@ -33,9 +35,17 @@ def read_aggregate(path: Path) -> SavedAggregate:
         document = json.loads(read_text(path, LARGEST_BYTES)[0])
     except (UnreadableError, ValueError) as error:
         raise UsageError(f"{path}: expected a run folder or aggregate.json: {error}") from None
-    rate = document.get("sum_of_rates_tokens_per_second") if isinstance(document, dict) else None
-    if not isinstance(document, dict) or document.get("kind") != "aggregate" or not is_number(rate) or rate <= 0:
+    found = aggregate_in(document) if isinstance(document, dict) else None
+    if found is None:
         raise UsageError(f"{path}: expected a run folder, or aggregate.json of megatoken aggregate --out")
+    return found
+
+
+def aggregate_in(document: Mapping[str, Any]) -> SavedAggregate | None:
+    """The same of a document, such as the part ``aggregate`` of an audit; None where it is none, or has no rate."""
+    rate = document.get("sum_of_rates_tokens_per_second")
+    if document.get("kind") != "aggregate" or not is_number(rate) or rate <= 0:
+        return None
     workload, accelerators = document.get("workload"), document.get("accelerators")
     stated = workload if isinstance(workload, dict) else {}
     return SavedAggregate(

@@ -10,7 +10,7 @@ import typer
 
 from megatoken.cli.flags import flag, place
 from megatoken.cli.output import Json, Out, counted, deliver, print_result
-from megatoken.errors import UsageError
+from megatoken.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from megatoken.accuracy.judge import Judged
@@ -92,13 +92,17 @@ def _compare(
     from megatoken.engine.schemes import find_scheme
     from megatoken.runs.run import Verdict
 
+    try:
+        scheme = find_scheme(precision)
+    except ConfigError as error:
+        raise UsageError(f"--precision {precision}: {error}") from None
     with counted("answers and texts") as progress:
         document = compare(
             str(path),
             against,
             references=references,
             samples=samples,
-            precision=find_scheme(precision).precision,
+            precision=scheme.precision,
             share=share,
             progress=progress,
         )

@@ -21,7 +21,9 @@ from megatoken.cli import (
     compare,
     dataset,
     doctor,
+    dossier,
     generate,
+    init,
     plan,
     qualify,
     quantize,
@@ -59,6 +61,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 success (MEASURED, VALID); 1 error; 2 wrong flag, file or value; 3 INVALID; 4 DEGRADED; "
     "130 interrupted.",
 )
+app.command(cls=Command)(init.init)
 app.command(cls=run.RunCommand)(run.run)
 app.command(cls=soak.SoakCommand)(soak.soak)
 app.command(cls=sweep.SweepCommand)(sweep.sweep)
@@ -71,6 +74,7 @@ app.command(cls=Command)(rerun.rerun)
 app.command(cls=check.CheckCommand)(check.check)
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(seal.seal)
+app.command(cls=check.CheckCommand)(dossier.dossier)
 app.command(cls=Command)(compare.aggregate)
 app.command(cls=Command)(compare.compare)
 app.add_typer(plan.app, name="plan")

@@ -28,15 +28,21 @@ def report(
         bool, typer.Option("--csv", help="Print a line for each run, or the result of --query, as CSV.")
     ] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print the result of --query as JSON.")] = False,
+    matrix: Annotated[bool, typer.Option("--matrix", help="Print what ran where: models by targets.")] = False,
 ) -> int:
     """Rebuild reports, list runs as CSV, or query them with SQL."""
     if sql is not None:
-        if out is not None or (csv and json_only):
-            raise UsageError("--query: give at most one of --csv and --json, and no --out")
+        if out is not None or matrix or (csv and json_only):
+            raise UsageError("--query: give at most one of --csv and --json, no --out and no --matrix")
         _answer(paths, sql, csv=csv, json_only=json_only)
         return ExitCode.OK
     if json_only:
         raise UsageError("--json needs --query SQL")
+    if matrix:
+        if csv:
+            raise UsageError("--matrix: give no --csv")
+        _show_matrix(paths, out)
+        return ExitCode.OK
     if csv:
         if out is not None:
             raise UsageError("--csv prints on standard output; give no --out")
@@ -52,6 +58,22 @@ def report(
             with standard_output(f"the page is {page}"):
                 print(page)
     return ExitCode.OK
+
+
+def _show_matrix(paths: list[Path], out: Path | None) -> None:
+    from megatoken.analysis.lookup import read_runs
+    from megatoken.analysis.matrix import matrix as made
+    from megatoken.report import write_view
+    from megatoken.report.console import show_table
+    from megatoken.report.views.matrix import matrix_table, matrix_view
+
+    found = made(list({run.path: run for path in paths for run in read_runs(path)}.values()))
+    if out is not None:
+        write_view(out, matrix_view(found, ", ".join(path.resolve().name for path in paths)))
+    with standard_output():
+        show_table(matrix_table(found))
+        if out is not None:
+            print(out)
 
 
 def _print_runs(paths: list[Path]) -> None:

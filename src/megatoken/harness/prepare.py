@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +31,7 @@ from megatoken.engine.request import Request
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
+from megatoken.files import plain, redact
 from megatoken.hardware.host_sensors import read_meter
 from megatoken.harness.loadgen_plan import (
     OFFERED_SHARES,
@@ -100,6 +102,7 @@ class Prepared:
             **({"memory_plan": asdict(memory)} if memory else {}),
             **({"work": self._work(memory.device)} if memory and self.model.shape else {}),
             **({"qualification_document": self.qualification} if self.qualification else {}),
+            "changed_settings": _changed_settings(self.config),
             "notes": list(self.notes),
         }
 
@@ -235,6 +238,16 @@ def check_benchmark(config: RunConfig) -> None:
             f"--rules {config.rules}: {benchmark.name} has no scenario {config.scenario} in that round; "
             f"rounds that have it: {', '.join(had)}"
         )
+
+
+def _changed_settings(config: RunConfig) -> list[dict[str, Any]]:
+    """The settings that were given and differ from their defaults, without secrets."""
+    given = ((key, attrgetter(key)(config), setting.default) for key, setting in KEYS.items() if key != "out")
+    return [
+        {"setting": key, "value": redact(plain(value)), "default": plain(default)}
+        for key, value, default in given
+        if value != default
+    ]
 
 
 def resolve(config: RunConfig, memory: MemoryPlan | None) -> RunConfig:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatoken.analysis.limits import SHORTCUTS, asked_limits
 from megatoken.analysis.published import accelerator_facts, results_of
-from megatoken.analysis.saved_aggregate import read_aggregate
+from megatoken.analysis.saved_aggregate import SavedAggregate, read_aggregate
 from megatoken.config import load_limits
 from megatoken.engine.config import SHAPES
 from megatoken.errors import UsageError
@@ -323,7 +323,9 @@ def _source(rate: Rate) -> tuple[Callable[[Assumptions], Throughput], Sequence[R
         return lambda assumptions: _of_sweep(rate, sweep, assumptions)[0], ()
     if rate.run is not None:
         if rate.run.is_file():
-            return _aggregate(rate, rate.run), ()
+            known = rate_of_nodes(read_aggregate(rate.run), rate, str(rate.run))
+            assert known.tokens_per_second is not None
+            return _number(known, known.tokens_per_second, "system"), ()
         return _of_runs(rate, rate.run)
     if rate.tokens_per_second is None:
         raise UsageError("no rate to plan with: give a run folder, or --tokens-per-second with --per")
@@ -367,19 +369,20 @@ def _of_runs(rate: Rate, path: Path) -> tuple[Callable[[Assumptions], Throughput
     return make, runs
 
 
-def _aggregate(rate: Rate, path: Path) -> Callable[[Assumptions], Throughput]:
-    """The sum of the nodes' rates in a saved result of ``megatoken aggregate``."""
-    found = read_aggregate(path)
+def rate_of_nodes(found: SavedAggregate, rate: Rate, where: str) -> Rate:
+    """The sum of the nodes' rates of an aggregate as a rate; ``rate`` names its accelerator, ``where`` its source."""
     workload = found.workload
-    known = replace(
+    scenario = (workload["scenario"] or "").lower()
+    return replace(
         rate,
+        tokens_per_second=found.sum_of_rates_tokens_per_second,
+        per="system",
         accelerators=rate.accelerators or found.accelerators,
-        scenario=workload["scenario"] if workload["scenario"] in SCENARIOS else None,
-        source=f"{path}: {found.sum_label}",
+        scenario=scenario if scenario in SCENARIOS else None,
+        source=f"{where}: {found.sum_label}",
         model=workload["model"] if workload["model"] in SHAPES else None,
         precision=workload["precision"] if workload["precision"] in PRECISIONS else None,
     )
-    return _number(known, found.sum_of_rates_tokens_per_second, "system")
 
 
 def _second(path: Path | None, first: Sequence[Run], assumptions: Assumptions) -> Throughput | None:

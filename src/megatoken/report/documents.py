@@ -25,6 +25,7 @@ KINDS = (
     "qualify",
     "check",
     "rerun",
+    "dossier",
     "accuracy_against",
     *PLANS,
 )

@@ -61,14 +61,15 @@ def write_reports(path: Path, out: Path | None = None, *, movable: bool = True) 
         subjects = [] if indexed else [(subjects[-1][0], out)]
     for subject, place in subjects:
         made = run_view(subject) if isinstance(subject, Run) else document_view(subject)
-        yield _write_page(place, made, movable=movable)
+        yield write_view(place, made, movable=movable)
     if indexed:
         place = out or path / INDEX
         name = path.resolve().name or str(path)
-        yield _write_page(place, history_view(history(runs, name), place.parent), movable=movable)
+        yield write_view(place, history_view(history(runs, name), place.parent), movable=movable)
 
 
-def _write_page(place: Path, view: View, *, movable: bool) -> Path:
+def write_view(place: Path, view: View, *, movable: bool = True) -> Path:
+    """Write the page of a view, in place of an earlier page of megatoken only; errors as ``write_reports``."""
     _check_replaceable(place)
     write_text(place, page(view), movable=movable)
     return place

@@ -17,6 +17,7 @@ ACRONYMS = {
     "kwh": "kWh",
     "loadgen": "LoadGen",
     "mlperf": "MLPerf",
+    "sha256": "SHA-256",
     "vms": "VMs",
 }
 UNITS = {

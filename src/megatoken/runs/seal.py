@@ -13,7 +13,7 @@ from typing import Any
 
 from megatoken.errors import UsageError, how_to_install
 from megatoken.files import to_json, write_text
-from megatoken.runs.run import RESULT
+from megatoken.runs.run import read_run
 from megatoken.text import utc_now
 
 SEAL = "seal.json"
@@ -52,12 +52,11 @@ def seal(folder: Path, key: Path | None = None) -> dict[str, Any]:
         key: PEM file of an ed25519 private key without a password; None: no signature.
 
     Raises:
-        UsageError: it is no run folder, the key cannot be used, or the package for signatures is missing.
+        UsageError: it is no whole run folder, the key cannot be used, or the package for signatures is missing.
         StorageError: the folder cannot be written.
     """
-    if not (folder / RESULT).is_file():
-        raise UsageError(f"{folder}: no {RESULT}; give a run folder, such as runs/20261120T091233Z-offline-tiny")
-    statement = {"schema_version": SCHEMA_VERSION, "sealed_at": utc_now(), "files": _files(folder)}
+    read_run(folder)
+    statement = {"schema_version": SCHEMA_VERSION, "sealed_at": utc_now(), "files": file_hashes_in(folder)}
     document = statement if key is None else {**statement, **_signed(statement, key)}
     write_text(folder / SEAL, to_json(document), movable=False)
     return document
@@ -74,7 +73,7 @@ def seal_state(folder: Path) -> SealState | None:
     document = json.loads((folder / SEAL).read_bytes())
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
         raise ValueError("not a seal")  # noqa: TRY004 - damaged content, not a wrong argument
-    there, sealed = _files(folder), document["files"]
+    there, sealed = file_hashes_in(folder), document["files"]
     signature, unchecked = _verified(document)
     return SealState(
         sealed_at=str(document.get("sealed_at")),
@@ -87,8 +86,8 @@ def seal_state(folder: Path) -> SealState | None:
     )
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file by its path; of a link, of where it leads."""
+def file_hashes_in(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file but the seal by its path below ``folder``; of a link, of where it leads."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -15,7 +15,7 @@ MAPPINGS = (
     *("ttft_seconds", "tpot_seconds", "latency_seconds", "send_lag_seconds", "handover_seconds", "stages"),
     *("target", "seeds", "rack", "aggregate", "rate_search", "soak", "stability", "node_verdicts", "load", "identity"),
 )
-LISTS = ("notes", "nodes", "rack_nodes", "steady_window_seconds")
+LISTS = ("notes", "nodes", "rack_nodes", "steady_window_seconds", "changed_settings")
 NUMBERS = (  # how their names end
     *("_per_second", "_per_output_token", "_tokens", "_joules", "_watts", "_bytes", "_rows"),
     *("samples_completed", "samples_failed", "samples_cancelled", "preemptions"),
@@ -42,6 +42,9 @@ def check_result(result: Mapping[str, Any]) -> None:
         numbers = stage is None or (isinstance(stage, dict) and all(map(_number_or_none, stage.values())))
         _require(numbers, "stages has a value that is not a number")
     _require(all(map(_is_reason, result.get("notes") or ())), "notes is not a list of notes with code and message")
+    settings = result.get("changed_settings") or ()
+    named = all(isinstance(one, dict) and isinstance(one.get("setting"), str) for one in settings)
+    _require(named, "changed_settings is not a list of settings with their names")
     window = result.get("steady_window_seconds")
     pair = window is None or (len(window) == 2 and all(map(is_number, window)))
     _require(pair, "steady_window_seconds is not a pair of numbers")

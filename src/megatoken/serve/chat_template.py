@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.errors import CheckpointError, UsageError
-from megatoken.files import UnreadableError, read_text
+from megatoken.files import UnreadableError, cause, read_text
 from megatoken.serve.json_pipe import framed, receive_message
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.tenant_turns import TenantTurns
@@ -52,7 +52,9 @@ class ModelTemplates:
             try:
                 self.by_name = {DEFAULT: file.read_text(encoding="utf-8")}
             except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"--chat-template {file}: cannot be read ({error}); give a jinja2 file") from error
+                raise UsageError(
+                    f"--chat-template {file}: cannot be read ({cause(error)}); give a jinja2 file"
+                ) from error
 
     def _read_folder(self, folder: Path) -> None:
         config = _read_json(folder / "tokenizer_config.json")

@@ -8,6 +8,7 @@ from megatoken.report.views.accuracy import accuracy_view
 from megatoken.report.views.aggregate import aggregate_view
 from megatoken.report.views.audit import audit_view
 from megatoken.report.views.comparison import comparison_view
+from megatoken.report.views.dossier import dossier_view
 from megatoken.report.views.limits import check_view
 from megatoken.report.views.plan import plan_view
 from megatoken.report.views.qualify import qualify_view
@@ -24,6 +25,7 @@ VIEWS = {
     "aggregate": aggregate_view,
     "check": check_view,
     "comparison": comparison_view,
+    "dossier": dossier_view,
     "qualify": qualify_view,
     "repeats": repeats_view,
     "rerun": rerun_view,

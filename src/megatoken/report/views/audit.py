@@ -34,8 +34,8 @@ def audit_view(document: Document) -> View:
     aggregate = document.part("aggregate")
     own_nodes = [] if aggregate.parts("nodes") else document.parts("nodes")
     sections = (
-        section("Claims", _claims(claims)),
-        section("Findings", _findings(findings)),
+        section("Claims", claims_table(claims)),
+        section("Findings", findings_table(findings)),
         *(aggregate_sections(aggregate) if aggregate.values else ()),
         section("Nodes", *node_figures(own_nodes, aggregate), records_table("Nodes", own_nodes)),
         section("Artefacts", _artefacts(document.parts("artefacts"))),
@@ -70,7 +70,7 @@ def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points
         holds = f"The results do not stand as they are: {count_of(len(fails), 'check')} of {len(findings)} fail."
     else:
         holds = f"The results stand: none of {count_of(len(findings), 'check')} fails."
-    breaks = [*(f"\u201c{claim.text('text')}\u201d is {_right_value(claim)}" for claim in wrong)]
+    breaks = [*(f"\u201c{claim.text('text')}\u201d is {right_value(claim)}" for claim in wrong)]
     breaks += dict.fromkeys(f"the check “{finding.text('title')}”" for finding in fails)
     unknown = [*(f"\u201c{claim.text('text')}\u201d" for claim in open_claims)]
     unknown += dict.fromkeys(f"the check “{finding.text('title')}”" for finding in unknowns)
@@ -90,7 +90,7 @@ def _some(names: Sequence[str]) -> str:
     return "; ".join(names[:NAMED]) + (f"; and {more:,} more" if more > 0 else "") if names else "nothing"
 
 
-def _right_value(claim: Document) -> str:
+def right_value(claim: Document) -> str:
     """What a claim should say, or why it is wrong."""
     claimed, recomputed = claim.part("claimed"), claim.part("recomputed")
     if claim.texts("errors")[:1] in (["arithmetic"], ["fact"]) and recomputed.values:
@@ -166,7 +166,8 @@ def _meaning(findings: Sequence[Document]) -> str:
     return f"the checks found no problem{but}" if findings else "nothing to check"
 
 
-def _findings(findings: Sequence[Document]) -> Table:
+def findings_table(findings: Sequence[Document]) -> Table:
+    """Findings, gravest first, equal ones as one row."""
     order = {severity: rank for rank, severity in enumerate(SEVERITIES)}
     ranked = sorted(findings, key=lambda finding: order.get(finding.text("severity"), len(order)))
     merged = _merged(ranked)
@@ -219,7 +220,8 @@ def _place(place: Document) -> str:
     return place.text("file") + (f":{line}" if line else "")
 
 
-def _claims(claims: Sequence[Document]) -> Table:
+def claims_table(claims: Sequence[Document]) -> Table:
+    """Claims, worst first, each with what it should say and why."""
     heads = {"Answer": 19, "Claim": 20, "Claimed": 12, "Recomputed": 22, "Why": 27}
     columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
     claims = _worst_first(claims)

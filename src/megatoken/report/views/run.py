@@ -43,6 +43,7 @@ from megatoken.report.views.goodput import goodput_blocks, limits_of
 from megatoken.report.views.limits import answer_badge, limits_table
 from megatoken.report.views.over_time import time_figures
 from megatoken.report.views.rate_search import search_blocks
+from megatoken.report.words import plain_text
 from megatoken.runs.reasons import Reason
 from megatoken.runs.run import Run
 from megatoken.text import count_of, is_number, natural, number, precise
@@ -86,7 +87,11 @@ def run_view(run: Run) -> View:
         section("Numbers", *_metrics(run)),
         section("Goodput", *goodput_blocks(run, samples)),
         section("Nodes", *_nodes(run)),
-        section("Model and environment", Facts("Model and environment", subject, folded=False) if subject else None),
+        section(
+            "Model and environment",
+            Facts("Model and environment", subject, folded=False) if subject else None,
+            _changed_settings(run),
+        ),
         section("Definitions", Terms(terms)),
         section(
             "Evidence",
@@ -185,6 +190,18 @@ def _subject(run: Run) -> dict[str, Any]:
         "megatoken": packages.get("megatoken"),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _changed_settings(run: Run) -> Block | None:
+    """Settings that were given and differ from their defaults; None of an older run, which does not say."""
+    changed = run.result.get("changed_settings")
+    if changed is None:
+        return None
+    if not changed:
+        return Points("", (("", "All settings have their defaults."),))
+    rows = tuple((one["setting"], plain_text(one.get("value")), plain_text(one.get("default"))) for one in changed)
+    columns = (Column("Setting"), Column("Value"), Column("Default"))
+    return Table("Settings that differ from the defaults", columns, rows, narrow=True)
 
 
 def _absent(run: Run) -> set[str]:

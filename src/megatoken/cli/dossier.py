@@ -1,0 +1,53 @@
+"""``megatoken dossier``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatoken.cli.check import Slo
+from megatoken.cli.flags import FLAGS, flag
+from megatoken.cli.output import Json, Out, deliver
+from megatoken.cli.streams import complain, standard_output
+from megatoken.errors import ExitCode
+
+
+def dossier(
+    ctx: typer.Context,
+    audits: Annotated[
+        list[Path] | None, flag("AUDIT.json", "Saved audit, or the folder of its --out; repeatable.", "--audit")
+    ] = None,
+    runs: Annotated[
+        list[Path] | None, flag("RUN", "Run folder, or folder of run folders; repeatable.", "--run")
+    ] = None,
+    slo: Slo = None,
+    form: Annotated[
+        Path | None, flag("FORM.yaml", "Evidence form. Default: the shipped one, all unknown.", "--form")
+    ] = None,
+    out: Out = None,
+    json_only: Json = False,
+) -> int:
+    """Put audits, runs, your limits and an evidence form into one dossier. Page, PDF and JSON document."""
+    from megatoken.analysis.lookup import read_runs
+    from megatoken.config import load_limits
+    from megatoken.dossier import dossier as made
+    from megatoken.dossier.form import read_form
+    from megatoken.dossier.saved_audit import audit_file, read_audit
+    from megatoken.report.pdf import print_page
+
+    asked = load_limits(slo, ctx.meta[FLAGS])
+    documents = [read_audit(path) for path in audits or ()]
+    found = [run for path in runs or () for run in read_runs(path)]
+    inputs = [*map(audit_file, audits or ()), *(run.path for run in found), *filter(None, (slo, form))]
+    document = made(documents, found, asked, read_form(form, out), inputs)
+    deliver(document, json_only=json_only, out=out)
+    if out is not None:
+        printed = print_page(out / f"{document['kind']}.html")
+        if printed is None:
+            complain("no PDF: no chromium or chrome is installed; print the page from any browser", ExitCode.OK)
+        elif not json_only:
+            with standard_output(f"the dossier is in {out}"):
+                print(f"Saved: {printed}")
+    return ExitCode.OK

@@ -1,0 +1,324 @@
+"""The dossier: five answers first, then what each rests on; made to be printed, read and signed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatoken.analysis.limits import Answer
+from megatoken.report.blocks import Badge, Block, Cell, Column, Link, Part, Table, View, Words, section
+from megatoken.report.documents import Document
+from megatoken.report.metrics import NOT_VERIFIED, TRADEMARK, verdict_badge
+from megatoken.report.views.audit import ANSWERS, claims_table, findings_table, right_value
+from megatoken.report.views.common import facts_table, state_cell, view
+from megatoken.report.views.limits import answer_badge, limits_table
+from megatoken.runs.run import Verdict
+from megatoken.text import ABSENT, count_of, number, precise, significant
+
+KNOWN = (
+    *("claims", "audits", "replays", "checks", "measured", "limits", "costs", "open", "form", "identities"),
+    *("title", "inputs"),
+)
+KINDS = {  # of open questions: one and many
+    "limit": ("limit", "limits"),
+    "claim": ("claim", "claims"),
+    "check": ("check", "checks"),
+    "cost": ("figure of cost or energy", "figures of cost or energy"),
+    "form": ("question of the checklist", "questions of the checklist"),
+}
+BRIEF_ROWS = 12
+FORM_TONES = {"yes": "good", "no": "bad", "unknown": "quiet"}
+NAMED = 2
+CLAIMS_NAMED = 3
+MEASURED_NAMED = 3
+COSTS_NAMED = 4
+
+
+def dossier_view(document: Document) -> View:
+    """The report on ``megatoken dossier``."""
+    claims, checks, opened = (document.parts(name) for name in ("claims", "checks", "open"))
+    measured, limits, costs = (document.parts(name) for name in ("measured", "limits", "costs"))
+    form = document.part("form")
+    summary: tuple[Block, ...] = (_answers(document),)
+    sections = (
+        section("What was measured", _measured(measured), _remarks(measured)),
+        section("Limits", *_limits(limits)),
+        section("Cost and energy", _costs(costs)),
+        section("What is not known", _open(opened)),
+        section(form.text("title", "Checklist"), _form(form)),
+        section("Claims", claims_table(claims)),
+        section("Checks that fail or need an explanation", findings_table(checks)),
+        section("What ran", *map(_identity, document.parts("identities"))),
+        section("Signature", Table("Signature", tuple(map(Column, ("Name", "Place and date", "Signature"))), _LINES)),
+    )
+    made = view(document, "dossier", summary, sections, KNOWN, (_open(opened, BRIEF_ROWS),))
+    own = any(one.text("state") != "unverified" for one in measured)
+    return (
+        replace(made, footer=f"{made.footer} {NOT_VERIFIED} {TRADEMARK}") if own and _names_mlperf(document) else made
+    )
+
+
+def _names_mlperf(document: Document) -> bool:
+    return "MLPerf" in str(document.values)
+
+
+_LINES = (("\u00a0", "", ""), ("\u00a0", "", ""))
+
+
+def _answers(document: Document) -> Table:
+    """The five questions of a decision maker, each with a badge and a sentence."""
+    rows = (
+        ("Does the claim hold?", *_holds(document)),
+        ("What was measured?", *_what(document.parts("measured"))),
+        ("Are my limits met?", *_met(document.parts("limits"))),
+        ("What does it cost?", *_price(document.parts("costs"))),
+        ("What is not known?", *_unknown(document.parts("open"))),
+    )
+    heads = {"Question": 20, "Answer": 20, "In short": 60}
+    columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
+    return Table("Five answers", columns, tuple(((Words(row[0], "strong"),), *row[1:]) for row in rows), stacked=True)
+
+
+def _holds(document: Document) -> tuple[Cell, Cell]:
+    claims = document.parts("claims")
+    counts = Counter(claim.text("answer") for claim in claims)
+    fails = [one for one in document.parts("checks") if one.text("severity") == "fail"]
+    words: list[Part] = []
+    badges: list[Part] = []
+    for answer, badge in ANSWERS.items():
+        if counts[answer]:
+            badges.append(Badge(f"{counts[answer]} of {len(claims)}: {badge.word}", badge.tone))
+    wrong = [claim for claim in claims if claim.text("answer") == "does not hold"]
+    words += [Words(f"“{claim.text('text')}” is {right_value(claim)}.") for claim in wrong[:CLAIMS_NAMED]]
+    if (more := len(wrong) - CLAIMS_NAMED) > 0:
+        words.append(Words(f"and {more} more that {'does' if more == 1 else 'do'} not hold."))
+    if claims and not wrong:
+        words.append(Words("No claim is shown to be wrong."))
+    if not claims:
+        badges.append(Badge("no claim", "quiet"))
+        words.append(Words("No published claim was given; megatoken audit --claims checks them."))
+    replayed = sum(int(count) for one in document.parts("replays") for count in one.part("counts").values.values())
+    if replayed:
+        broken = sum(int(one.part("counts").number("fail") or 0) for one in document.parts("replays"))
+        done = f"{broken:,} fail" if broken > 1 else "1 fails" if broken else "none fails"
+        words.append(Words(f"Own results, computed again from their raw data: of {replayed:,} checks {done}."))
+    if fails:
+        badges.append(Badge(count_of(len(fails), "failed check"), "bad"))
+        titles = [f"“{one.text('title')}”" for one in fails]
+        words.append(Words(f"Failed checks: {_some(titles)}."))
+    return tuple(badges), tuple(words)
+
+
+def _what(measured: Sequence[Document]) -> tuple[Cell, Cell]:
+    badges = tuple(dict.fromkeys(badge for one in measured for badge in _state(one)))
+    words = [Words(_measurement(one)) for one in measured[:MEASURED_NAMED]]
+    if len(measured) > MEASURED_NAMED:
+        words.append(Words(f"and {len(measured) - MEASURED_NAMED:,} more"))
+    return badges, tuple(words)
+
+
+def _state(one: Document) -> Iterator[Badge]:
+    """The verdict of a run of our own, and the state of a rate that was not measured here."""
+    verdict, state = one.text("verdict"), one.text("state")
+    if verdict in Verdict.__members__ and state != "unverified":
+        yield verdict_badge(Verdict(verdict))
+    badge = state_cell(state)
+    if state != "measured" and isinstance(badge, Badge):
+        yield badge
+
+
+def _measurement(one: Document) -> str:
+    """Rate, model, scenario and machine of one measurement in one sentence."""
+    count, accelerator = one.number("accelerators"), one.text("accelerator")
+    machine = f"{count:,.0f} × {accelerator or 'accelerators'}" if count else one.text("machine")
+    ran = " ".join(filter(None, (one.text("model"), one.text("precision"), one.text("scenario"))))
+    label = f" ({one.text('label')})" if one.text("label") else ""
+    together = one.number("if_together")
+    more = f"; {precise(together)} as one run, had all nodes started together" if together is not None else ""
+    return f"{precise(one.number('output_tokens_per_second'))} output tokens/s{label}: {ran} on {machine}{more}."
+
+
+def _met(limits: Sequence[Document]) -> tuple[Cell, Cell]:
+    if not limits:
+        return Badge("not asked", "quiet"), "No limits were given; --slo names a file of them."
+    every = [(run, one) for run in limits for one in run.parts("limits")]
+    answers = {one.text("answer") for _, one in every}
+    worst = next(one for one in (Answer.NOT_MET, Answer.CANNOT_TELL, Answer.MET) if one in answers)
+    words: list[Part] = []
+    for answer in (Answer.NOT_MET, Answer.CANNOT_TELL):
+        if named := [_limit(one) for _, one in every if one.text("answer") == answer]:
+            words.append(Words(f"{answer}: {_some(named, 3)}."))
+    met = sum(one.text("answer") == Answer.MET for _, one in every)
+    words.append(Words(f"{met} of {count_of(len(every), 'limit')} met."))
+    return answer_badge(str(worst)), tuple(words)
+
+
+def _limit(one: Document) -> str:
+    """A limit with the value that was found."""
+    found, unit = one.number("found"), one.text("unit")
+    if found is None:
+        return one.text("label")
+    amounts = [
+        f"${precise(value)}" if unit == "$" else f"{precise(value)} {unit}" for value in (found, one.number("limit"))
+    ]
+    return f"{one.text('label')} is {amounts[0]} (limit {amounts[1]})"
+
+
+def _price(costs: Sequence[Document]) -> tuple[Cell, Cell]:
+    known = [one for one in costs if one.number("value") is not None]
+    if not known:
+        why = costs[0].text("how") if costs else "nothing with a price was given"
+        return Badge("unknown", "quiet"), f"{why[:1].upper()}{why[1:]}."
+    states = dict.fromkeys(one.text("state") for one in known)
+    badges = tuple(badge for state in states if isinstance(badge := state_cell(state), Badge))
+    named = [one for one in known if one.flag("headline")]
+    words = [Words(f"{one.text('name')}: {_amount(one)} ({one.text('state')}).") for one in named[:COSTS_NAMED]]
+    if len(named) > COSTS_NAMED:
+        words.append(Words(f"and {len(named) - COSTS_NAMED} more"))
+    return badges, tuple(words)
+
+
+def _amount(one: Document) -> str:
+    value, unit = one.number("value"), one.text("unit")
+    if value is None:
+        return ABSENT
+    shown = significant(value) if one.text("state") != "measured" else precise(value)
+    return f"${shown}{unit[1:]}" if unit.startswith("$") else f"{shown} {unit}"
+
+
+def _unknown(opened: Sequence[Document]) -> tuple[Cell, Cell]:
+    if not opened:
+        return Badge("nothing open", "good"), "Every question has an answer."
+    counts = Counter(one.text("kind") for one in opened)
+    parts = [count_of(counts[kind], *names) for kind, names in KINDS.items() if counts[kind]]
+    words = [Words(f"{', '.join(parts)}.")]
+    for kind in ("claim", "check"):
+        if names := [f"“{one.text('question')}”" for one in opened if one.text("kind") == kind]:
+            words.append(Words(f"No answer to the {KINDS[kind][len(names) > 1]} {_some(names)}."))
+    return Badge(f"{len(opened)} open", "warn"), tuple(words)
+
+
+def _some(names: Sequence[str], most: int = NAMED) -> str:
+    names = list(dict.fromkeys(names))
+    more = len(names) - most
+    return "; ".join(names[:most]) + (f"; and {more:,} more" if more > 0 else "")
+
+
+def _measured(measured: Sequence[Document]) -> Table:
+    rows = []
+    for one in measured:
+        together = one.number("if_together")
+        rate: list[Part] = [Words(precise(one.number("output_tokens_per_second")), "strong")]
+        if one.text("label"):
+            rate.append(Words(one.text("label"), "quiet"))
+        if together is not None:
+            rate.append(Words(f"{precise(together)} if all nodes had started together", "quiet"))
+        state = tuple(_state(one))
+        count, accelerator = one.number("accelerators"), one.text("accelerator")
+        machine = [Words(one.text("machine"))]
+        if count:
+            machine.append(Words(f"{count:,.0f} × {accelerator or 'accelerators'}", "quiet"))
+        ran = [Words(one.text("model"), "strong")]
+        ran += [Words(one.text(name), "quiet") for name in ("precision", "scenario", "data_set") if one.text(name)]
+        much = f"{number(one.number('samples_completed'))} samples in {number(one.number('duration_seconds'))} s"
+        p99s = [f"{name} {precise(value)} s" for name, key in _P99S.items() if (value := one.number(key)) is not None]
+        rows.append(
+            (
+                (Words(one.text("of"), "strong"),),
+                tuple(ran),
+                tuple(machine),
+                tuple(rate),
+                much,
+                "; ".join(p99s),
+                state,
+            )
+        )
+    heads = ("Source", "What ran", "Machine", "Output tokens/s", "Amount", "p99", "State")
+    return Table("What was measured", tuple(map(Column, heads)), tuple(rows), stacked=True)
+
+
+_P99S = {"first token": "ttft_p99_seconds", "per token": "tpot_p99_seconds", "whole answer": "latency_p99_seconds"}
+
+
+def _remarks(measured: Sequence[Document]) -> Table:
+    rows = tuple((one.text("of"), remark) for one in measured for remark in one.texts("remarks"))
+    return Table("What the measurements say about themselves", (Column("Source"), Column("Remark")), rows, stacked=True)
+
+
+def _limits(limits: Sequence[Document]) -> Iterator[Table]:
+    for run in limits:
+        verdict = f" ({run.text('verdict')})" if run.text("verdict") else ""
+        yield limits_table(run.parts("limits"), f"{run.text('run')}{verdict}")
+
+
+def _costs(costs: Sequence[Document]) -> Table:
+    rows = tuple(
+        (
+            (Words(one.text("name"), "strong"), Words(one.text("of"), "quiet")),
+            _amount(one),
+            one.text("how"),
+            state_cell(one.text("state")) or Badge("unknown", "quiet"),
+        )
+        for one in costs
+    )
+    note = "Assumptions and their ranges: megatoken plan cost and megatoken plan energy."
+    columns = tuple(map(Column, ("Figure", "Value", "How", "State")))
+    return Table("Cost and energy", columns, rows, stacked=True, note=note if rows else "")
+
+
+def _open(opened: Sequence[Document], most: int = 0) -> Table:
+    """Open questions but those of the checklist, which has its own table; the first ``most``, 0: all."""
+    listed = [one for one in opened if one.text("kind") != "form"]
+    shown = listed[: most or None]
+    rows = tuple(
+        (
+            (Words(one.text("question"), "strong"), *([Words(one.text("of"), "quiet")] if one.text("of") else [])),
+            KINDS[one.text("kind")][0] if one.text("kind") in KINDS else one.text("kind"),
+            one.text("why"),
+            one.text("settle") or ABSENT,
+        )
+        for one in shown
+    )
+    more, of_form = len(listed) - len(shown), len(opened) - len(listed)
+    heads = {"Question": 34, "Kind": 12, "Why it is open": 28, "What would settle it": 26}
+    columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
+    notes = [f"{more:,} more open questions."] if more else []
+    if of_form:
+        notes.append(f"Of the checklist {count_of(of_form, 'question is', 'questions are')} open too.")
+    return Table("What is not known", columns, rows, stacked=True, note=" ".join(notes))
+
+
+def _identity(one: Document) -> Table:
+    """The hashes of one run; those that it does not have are absent."""
+    return facts_table(one.text("run"), {name: value for name, value in one.without(["run"]).items() if value})
+
+
+def _form(form: Document) -> Table:
+    """The evidence form: what counts, and each link; an answer without evidence says so."""
+    rows = []
+    for item in form.parts("items"):
+        counts, given = item.text("counts_as"), item.text("answer")
+        evidence = tuple(part for one in item.parts("evidence") for part in _evidence(one))
+        answer: list[Part] = [Badge(counts, FORM_TONES.get(counts, "quiet"))]
+        if item.text("why"):
+            answer.append(
+                Words(item.text("why") if given == counts else f"given as {given}: {item.text('why')}", "quiet")
+            )
+        question = [Words(item.text("question"), "strong"), Words(f"What would show it: {item.text('shows')}", "quiet")]
+        remark = [Words(item.text("note"))] if item.text("note") else []
+        rows.append((tuple(question), item.text("group"), tuple(answer), (*evidence, *remark) or ABSENT))
+    heads = {"Question": 44, "About": 13, "Answer": 18, "Evidence": 25}
+    columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
+    note = "Nothing here was measured. A yes counts only with evidence that is there; web addresses were not fetched."
+    return Table(form.text("title", "Checklist"), columns, tuple(rows), stacked=True, note=note if rows else "")
+
+
+def _evidence(one: Document) -> Iterator[Part]:
+    link, address = one.text("link"), one.text("address")
+    web = address.startswith(("https://", "http://"))
+    yield Link(link, address) if address and (web or ":" not in address) else Words(link, "code")
+    if one.text("problem"):
+        yield Words(one.text("problem"), "quiet")
+    if one.text("sha256"):
+        yield Words(f"SHA-256 {one.text('sha256')}", "code")
