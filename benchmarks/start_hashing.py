@@ -1,0 +1,79 @@
+"""What hashes of a model's files cost at the start of a run: runs with an empty and with a filled cache of hashes.
+
+python benchmarks/start_hashing.py DIR [--turns 3] [--out FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megatoken.hardware.inventory import take_inventory
+from megatoken.runs.identity import CACHE
+
+KINDS = ("hashes read", "hashes known")
+
+
+def main() -> int:
+    """Run both kinds in turn; print the seconds from the start of the process to the start of the measurement."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, help="checkpoint")
+    parser.add_argument("--turns", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: further flags of megatoken run")
+    options = parser.parse_args()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatoken"
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory(prefix="start-hashing-") as name:
+        folder = Path(name)
+        (folder / "lengths.csv").write_text("input_tokens,output_tokens\n8,2\n")
+        shutil.copytree(caches, folder / "cache" / "megatoken")  # the compiled kernels
+        start(options.model, folder, options.flags)  # fills the cache of hashes, and the system's of files
+        for turn in range(options.turns):
+            for kind in KINDS if turn % 2 else reversed(KINDS):
+                if kind == KINDS[0]:
+                    (folder / "cache" / "megatoken" / CACHE).unlink()
+                seconds[kind].append(start(options.model, folder, options.flags))
+                print(f"{kind}: {seconds[kind][-1]:.2f} s", flush=True)
+    read, known = (statistics.median(seconds[kind]) for kind in KINDS)
+    print(f"median {read:.2f} s with hashes read, {known:.2f} s with hashes known: {100 * (read / known - 1):+.1f} %")
+    if options.out:
+        inventory = take_inventory()
+        document = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(["benchmarks/start_hashing.py", *sys.argv[1:]]),
+            "bytes": sum(path.stat().st_size for path in options.model.iterdir()),
+            "seconds": seconds,
+            "added_share": read / known - 1,
+            "machine": {key: inventory[key] for key in ("cpu", "memory", "kernel")},
+            "source": inventory["source"],
+        }
+        options.out.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+def start(model: Path, folder: Path, flags: list[str]) -> float:
+    """Seconds from the start of the process to the moment at which the run is measured."""
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    work = ("--lengths", str(folder / "lengths.csv"), "--samples", "1", "--warm-up", "0", "--out", str(folder / "runs"))
+    command = [sys.executable, "-m", "megatoken", "run", "--model", str(model), *work, "--json", *flags]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    began = time.time()
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (run,) = (folder / "runs").iterdir()
+    started = json.loads((run / "result.json").read_text())["started_at"]
+    return datetime.fromisoformat(started).timestamp() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
