@@ -16,14 +16,14 @@ def test_from_an_empty_folder_to_a_dossier(tmp_path: Path, monkeypatch: pytest.M
     code, out, _ = call_here("init", "work")
     assert code == 0 and out.count("made  work/") == 5
     monkeypatch.chdir(tmp_path / "work")
-    fast = ("--samples", 24, "--warm-up", 0.1, "--engine.threads", 1, "--max-tokens", 8)
+    fast = ("--samples", 24, "--warm-up", 0.1, "--engine.threads", 1)
     code, out, err = call_here("run", "run.yaml", "--slo", "limits.yaml", *fast)
     assert code in (0, 3), err
     (run,) = Path("runs").iterdir()
     changed = {one["setting"]: one["value"] for one in read_run(run).result["changed_settings"]}
     assert changed.items() >= {"prompts": "prompts.jsonl", "samples": 24, "engine.threads": 1}.items()
     assert {key for key in changed if not key.startswith("limits.")} == {
-        *("prompts", "samples", "warm_up_seconds", "engine.threads", "max_tokens"),
+        *("prompts", "samples", "warm_up_seconds", "engine.threads"),
     }
     assert "Settings that differ from the defaults" in (run / "report.html").read_text()
     assert call_here("check", run, "--slo", "limits.yaml")[0] in (0, 3, 4)
