@@ -37,6 +37,8 @@ def defined_logits(logits: list[float], asked: Request, answer: list[int]) -> np
         ends = token in asked.stop_token_ids or (token in SHAPE.end_token_ids and not asked.ignore_end_token)
         if ends and len(answer) < asked.min_tokens:
             adjusted[token] = -np.inf
+        if asked.allowed_token_ids and token not in asked.allowed_token_ids:
+            adjusted[token] = -np.inf
         if token in asked.prompt or token in answer:
             factor = sampling.repetition_penalty
             adjusted[token] = adjusted[token] / factor if adjusted[token] > 0 else adjusted[token] * factor
@@ -77,6 +79,7 @@ requests = st.builds(
     st.lists(tokens, max_size=2).map(tuple),
     st.booleans(),
     st.integers(0, 8),
+    allowed_token_ids=st.one_of(st.just(()), st.lists(tokens, max_size=3).map(tuple)),
 )
 
 
@@ -312,7 +315,8 @@ def test_bad_words_mask_the_last_token_only_where_the_others_match() -> None:
 def test_bad_words_that_cannot_be_kept_out_are_refused(directory: Path) -> None:
     with pytest.raises(RequestError, match="no tokenizer"):
         make_engine(directory).submit(request(bad_words=("word",)))
-    with pytest.raises(RequestError, match="exclude each other"):
-        make_engine(directory).submit(request(bad_words=("word",), grammar=Grammar(GrammarKind.REGEX, "a")))
+    for other in ({"bad_words": ("word",)}, {"allowed_token_ids": (5,)}):
+        with pytest.raises(RequestError, match="exclude each other"):
+            make_engine(directory).submit(request(**other, grammar=Grammar(GrammarKind.REGEX, "a")))
     with pytest.raises(RequestError, match="bad_words is"):
         make_engine(directory).submit(request(bad_words=("",)))

@@ -77,6 +77,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt_logprobs": 21}, "prompt_logprobs", "must be at most 20"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not in streams"),
     ({"prompt_logprobs": 20, "n": 128}, "prompt_logprobs", "at most 65,536"),
+    ({"allowed_token_ids": [5, 3072]}, "allowed_token_ids", "outside the vocabulary of 3,072"),
     ({"bad_words": [""]}, "bad_words.0", "must not be empty"),
     ({"bad_words": ["a"], "response_format": {"type": "json_object"}}, "bad_words", "of a given form"),
 ]
@@ -253,6 +254,15 @@ def test_bad_words_are_not_in_the_answer(server: Served) -> None:
         choices = text(server, bad_words=[year, free[:2]], max_tokens=30, **fields).json()["choices"]
         assert all(free[:2] not in one["text"] and year not in one["text"] for one in choices)
     assert chat(server, bad_words=[free[:2]]).status == 200
+
+
+def test_an_answer_has_allowed_tokens_alone(server: Served) -> None:
+    allowed = server.post("/tokenize", {"prompt": " 7/", "add_special_tokens": False}).json()["tokens"]
+    for fields in ({}, {"n": 2, "temperature": 2, "seed": 1}):
+        wanted = {"allowed_token_ids": allowed, "return_token_ids": True, "max_tokens": 8, **fields}
+        choices = text(server, **wanted).json()["choices"]
+        assert all(one["token_ids"] and set(one["token_ids"]) <= set(allowed) for one in choices)
+    assert chat(server, allowed_token_ids=allowed, max_tokens=2).status == 200
 
 
 def test_logprobs_of_prompts_in_the_form_of_vllm(server: Served) -> None:

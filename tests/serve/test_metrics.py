@@ -14,6 +14,7 @@ from megatoken.serve.metrics import EngineReport, Metrics
 VLLM_NAMES = {
     "num_requests_running",
     "num_requests_waiting",
+    "num_requests_waiting_by_reason",
     "kv_cache_usage_perc",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
@@ -26,6 +27,7 @@ VLLM_NAMES = {
     "request_prompt_tokens",
     "request_generation_tokens",
     "request_params_max_tokens",
+    "request_params_n",
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",
     "e2e_request_latency_seconds",

@@ -102,6 +102,7 @@ class Adjustments:
     min_tokens: int  # before it has so many
     guide: Guide | None = None  # along its grammar
     bad_words: BadWords | None = None
+    allowed: NDArray[np.int32] | None = None  # a bit for each token that it may choose; None: all
 
     @property
     def need_tokens(self) -> bool:
@@ -137,8 +138,14 @@ def adjustments_of(
     sampling = request.sampling
     repeats = sampling.repetition_penalty != 1
     penalised = repeats or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    if not (penalised or sampling.logit_bias or request.min_tokens or guide is not None or bad_words is not None):
+    used = penalised or sampling.logit_bias or request.min_tokens or request.allowed_token_ids
+    if not used and guide is None and bad_words is None:
         return None
+    allowed = None
+    if request.allowed_token_ids:
+        bits = np.zeros(-(-vocabulary_size // 32) * 32, dtype=np.uint8)
+        bits[list(request.allowed_token_ids)] = 1
+        allowed = np.packbits(bits, bitorder="little").view(np.int32)
     return Adjustments(
         counts=TokenCounts(prompt if repeats else ()) if penalised else None,
         bias_ids=np.array(list(sampling.logit_bias), dtype=np.int64),
@@ -147,4 +154,5 @@ def adjustments_of(
         min_tokens=request.min_tokens,
         guide=guide,
         bad_words=bad_words,
+        allowed=allowed,
     )

@@ -90,7 +90,7 @@ class Request:
 
     ``bad_words``: texts that the answer does not get. Each is encoded as it is and with a space in front; where the
     answer ends with all tokens of an encoding but the last, that one is not chosen. Other tokens that spell the same
-    text remain possible.
+    text remain possible. ``allowed_token_ids``: the only ids that the answer gets; empty for all.
 
     Requests of several groups share the engine by ``weight``, so that a group that floods does not starve another. A
     rack does not know groups.
@@ -108,6 +108,7 @@ class Request:
     grammar: Grammar | None = None
     cache_salt: str = ""
     bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     group: str = ""
     weight: float = 1.0
 
@@ -202,11 +203,12 @@ def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int)
             "prompt",
         )
     check_options(request)
-    for biased in request.sampling.logit_bias:
-        if biased >= vocabulary_size:
-            raise RequestError(
-                f"logit_bias holds token id {biased:,}, outside the vocabulary of {vocabulary_size:,}", "logit_bias"
-            )
+    for name, ids in (("logit_bias", request.sampling.logit_bias), ("allowed_token_ids", request.allowed_token_ids)):
+        for token_id in ids:
+            if not 0 <= token_id < vocabulary_size:
+                raise RequestError(
+                    f"{name} holds token id {token_id:,}, outside the vocabulary of {vocabulary_size:,}", name
+                )
 
 
 def check_options(request: Request) -> None:
@@ -215,11 +217,12 @@ def check_options(request: Request) -> None:
     Raises:
         RequestError: says which field and why.
     """
-    sampling, stop_ids = request.sampling, request.stop_token_ids
+    sampling = request.sampling
     if not isinstance(sampling, Sampling):
         raise RequestError(f"sampling is {_shown(sampling)}; write Sampling(temperature=0.8)", "sampling")
-    if not isinstance(stop_ids, Collection) or not all(isinstance(one, Integral) for one in stop_ids):
-        raise RequestError(f"stop_token_ids is {_shown(stop_ids)}; it must be a tuple of token ids", "stop_token_ids")
+    for name, ids in (("stop_token_ids", request.stop_token_ids), ("allowed_token_ids", request.allowed_token_ids)):
+        if not isinstance(ids, Collection) or not all(isinstance(one, Integral) for one in ids):
+            raise RequestError(f"{name} is {_shown(ids)}; it must be a tuple of token ids", name)
     _check_count("max_tokens", request.max_tokens, 1, _LARGEST_MAX_TOKENS, "at least 1")
     _check_count("min_tokens", request.min_tokens, 0, request.max_tokens, "0 or more")
     for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
@@ -236,10 +239,9 @@ def check_options(request: Request) -> None:
         raise RequestError(f"weight is {_shown(request.weight)}; it must be finite and above 0", "weight")
     if request.grammar is not None:
         _check_grammar(request.grammar)
-        if request.bad_words:
-            raise RequestError(
-                "bad_words and grammar exclude each other: the grammar may leave no other word", "bad_words"
-            )
+        for name, given in (("bad_words", request.bad_words), ("allowed_token_ids", request.allowed_token_ids)):
+            if given:
+                raise RequestError(f"{name} and grammar exclude each other: the grammar may leave no other word", name)
     _check_sampling(sampling)
 
 
@@ -259,6 +261,7 @@ def used_options(request: Request) -> set[str]:
         "grammar": request.grammar is not None,
         "cache_salt": request.cache_salt != "",
         "bad_words": len(request.bad_words) > 0,
+        "allowed_token_ids": len(request.allowed_token_ids) > 0,
     }
     return {name for name, is_used in used.items() if is_used}
 

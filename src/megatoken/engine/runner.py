@@ -309,8 +309,8 @@ class ModelRunner:
             return MegatokenError(f"no token could be drawn after {after}: {type(cause).__name__}: {cause}")
         if mark == NOTHING_LEFT:
             return RequestError(
-                f"no token is left to choose after {after}: its min_tokens, logit_bias, bad_words, grammar and "
-                "penalties exclude all; relax them"
+                f"no token is left to choose after {after}: its min_tokens, logit_bias, bad_words, grammar, "
+                "allowed_token_ids and penalties exclude all; relax them"
             )
         return NumericsError(
             f"logits after {after} are not finite: the weights of {self.model_config.name} or their scales overflow "

@@ -128,14 +128,16 @@ def _draw_from_all(
 
 
 def _masks(requests: Sequence[ActiveRequest], failed: MutableMapping[int, Exception]) -> dict[int, NDArray[np.int32]]:
-    """By row, which tokens its grammar allows; ``failed`` gets the errors of rows without one."""
-    coming, guides = {}, {}
+    """By row, which tokens it or its grammar allows; ``failed`` gets the errors of rows whose grammar has no mask."""
+    coming, guides, masks = {}, {}, {}
     for row, request in enumerate(requests):
-        guide = None if request.adjustments is None else request.adjustments.guide
-        if guide is not None and not guide.failed and not request.ended:
+        if (adjustments := request.adjustments) is None:
+            continue
+        if adjustments.allowed is not None:
+            masks[row] = adjustments.allowed
+        elif (guide := adjustments.guide) is not None and not guide.failed and not request.ended:
             guides[row], coming[row] = guide, guide.start(request.generated)
     deadline = time.monotonic() + MASK_SECONDS
-    masks = {}
     for row, mask in coming.items():
         try:
             masks[row] = mask.result(max(0.0, deadline - time.monotonic()))

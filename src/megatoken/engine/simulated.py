@@ -226,7 +226,7 @@ class SimulatedRunner:
         self.tokenizer: Tokenizer | None = None
         self.gpu_uuids: list[str] = []
         self.overlaps = True
-        self.unsupported = frozenset({"logprobs", "prompt_logprobs", "grammar", "bad_words"})
+        self.unsupported = frozenset({"logprobs", "prompt_logprobs", "grammar", "bad_words", "allowed_token_ids"})
         self.recorded: RecordedSteps | None = None
         self.free_at = 0.0  # when the last launched step has ended
         self._clock: Clock = clock or WallClock()

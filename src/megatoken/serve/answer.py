@@ -204,9 +204,17 @@ class Answer(ABC):
         """Send every choice to the engine. Raises ApiError: the engine takes no requests."""
         self.exchange.on_disconnect(self.cancel)
         tenant = self.exchange.request.tenant or DEFAULT_TENANT
-        for choice in self.choices:
+        each = len(self.choices) // len(self.prompts)
+        for number, choice in enumerate(self.choices):
             try:
-                choice.request_id = self.client.submit(choice.request, choice, tenant, self.priority, whole=self.whole)
+                choice.request_id = self.client.submit(
+                    choice.request,
+                    choice,
+                    tenant,
+                    self.priority,
+                    whole=self.whole,
+                    answers=0 if number % each else each,
+                )
             except Refused as error:
                 self.cancel()
                 raise ApiError(str(error), error.status, retry_after=error.retry_after_seconds) from None

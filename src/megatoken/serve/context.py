@@ -201,12 +201,13 @@ def engine_requests(
     """
     if api.tokenizer is None and body.stops:
         raise ApiError("stop: the model has no tokenizer; use stop_token_ids", param="stop")
-    if body.bad_words and fields["grammar"] is not None:
-        raise ApiError(
-            "bad_words: not possible for an answer of a given form (response_format, structured_outputs, a demanded "
-            "tool call); leave one of them out",
-            param="bad_words",
-        )
+    for name in ("bad_words", "allowed_token_ids") if fields["grammar"] is not None else ():
+        if getattr(body, name):
+            raise ApiError(
+                f"{name}: not possible for an answer of a given form (response_format, structured_outputs, a demanded "
+                "tool call); leave one of them out",
+                param=name,
+            )
     size = api.model.vocabulary_size
     if outside := [one for one in body.stop_token_ids if one >= size]:
         raise ApiError(f"stop_token_ids: {outside[0]} is outside the vocabulary of {size:,}", param="stop_token_ids")
@@ -232,6 +233,7 @@ def engine_requests(
             ignore_end_token=body.ignore_eos,
             min_tokens=body.min_tokens,
             bad_words=tuple(body.bad_words),
+            allowed_token_ids=tuple(body.allowed_token_ids),
             cache_salt=tenant_salt,
             **fields,
         )

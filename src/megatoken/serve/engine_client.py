@@ -108,12 +108,20 @@ class EngineClient(asyncio.Protocol):
         return self._health
 
     def submit(
-        self, request: Request, sink: AnswerSink, tenant: Tenant, priority: int = 0, *, whole: bool = False
+        self,
+        request: Request,
+        sink: AnswerSink,
+        tenant: Tenant,
+        priority: int = 0,
+        *,
+        whole: bool = False,
+        answers: int = 1,
     ) -> int:
         """Send a request; its events go to ``sink``. Returns its id.
 
         ``priority``: the lowest first, among the requests of ``tenant`` that wait. ``whole``: no client sees a token
         before the last, so a rack may start the answer over; an event with the error ``StartedOver`` says so.
+        ``answers``: as in ``Submission``.
 
         Raises:
             Refused: the engine does not take requests now.
@@ -124,7 +132,7 @@ class EngineClient(asyncio.Protocol):
         request_id = self._next_id
         self._next_id += 1
         self._sinks[request_id] = sink
-        submission = Submission(request_id, request, tenant, time.monotonic_ns(), priority, whole)
+        submission = Submission(request_id, request, tenant, time.monotonic_ns(), priority, whole, answers)
         self._transport.write(pickled(Kind.SUBMIT, tuple(submission)))
         return request_id
 

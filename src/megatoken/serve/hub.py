@@ -172,10 +172,11 @@ class Hub:
 
     def submit(self, link: Link, submission: Submission, message_bytes: int) -> None:
         """Queue a request of an HTTP process, which came in so many bytes; errors go back as its last event."""
-        client_id, request, tenant, arrival_ns, priority, whole = submission
+        client_id, request, tenant, arrival_ns, priority, whole, answers = submission
         if self._several_tenants:
             request = replace(request, group=tenant.name, weight=tenant.weight)
-        entry = Entry(link, client_id, request, tenant, len(request.prompt), arrival_ns / 1e9, priority, whole=whole)
+        entry = Entry(link, client_id, request, tenant, len(request.prompt), arrival_ns / 1e9, priority)
+        entry.whole, entry.answers = whole, answers
         link.open[client_id] = entry
         if not self._health.serves:
             self._end_with(entry, Unavailable(self._message))
@@ -393,6 +394,8 @@ class Hub:
         observe["request_prompt_tokens"].observe(entry.prompt_tokens)
         observe["request_generation_tokens"].observe(entry.generated)
         observe["request_params_max_tokens"].observe(entry.request.max_tokens)
+        if entry.answers:
+            observe["request_params_n"].observe(entry.answers)
         if entry.first:
             observe["request_decode_time_seconds"].observe(now - entry.first)
 

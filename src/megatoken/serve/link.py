@@ -32,6 +32,7 @@ class Entry:
     generated: int = 0
     stopped: bool = False  # cancelled because its answer has come to a stop string
     whole: bool = False  # as submitted
+    answers: int = 1  # as submitted
     engine: str = ""  # label of the engine that has it
 
 

@@ -126,6 +126,7 @@ class Submission(NamedTuple):
     arrival_ns: int  # time.monotonic_ns() of the HTTP process; Linux has one such clock for all processes
     priority: int = 0  # the lowest first, among the requests of one tenant that wait
     whole: bool = False  # the client gets its answer in one piece, so that it can be computed again until then
+    answers: int = 1  # that were asked for to its prompt, if it is the first of them; else 0
 
 
 class Busy(MegatokenError):  # noqa: N818

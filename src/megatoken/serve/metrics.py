@@ -52,6 +52,7 @@ _REQUEST_SECONDS = (
     480.0,
 )
 _TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
+_ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 _STEP_TOKENS = tuple(float(2**power) for power in range(15))
 QUEUE = "queue"  # label of what is in front of all engines of a rack
 _HISTOGRAMS = {
@@ -65,6 +66,7 @@ _HISTOGRAMS = {
     "request_prompt_tokens": (_TOKENS, "Prompt tokens of a request."),
     "request_generation_tokens": (_TOKENS, "Generated tokens of a request."),
     "request_params_max_tokens": (_TOKENS, "Most tokens that a request asked for."),
+    "request_params_n": (_ANSWERS, "Answers to each prompt that a request asked for."),
     "iteration_tokens_total": (_STEP_TOKENS, "Tokens that one step computed."),
 }
 
@@ -181,6 +183,12 @@ class Metrics:
 
         of_states("num_requests_running", "gauge", "Requests in the batch.", lambda one: one.running)
         of_engines("vllm:num_requests_waiting", "gauge", "Requests that wait.", waiting)
+        reasons = [
+            (f'{labels[engine]},reason="{reason}"', count * (reason == "capacity"))
+            for engine, count in waiting.items()
+            for reason in ("capacity", "deferred")
+        ]
+        add("vllm:num_requests_waiting_by_reason", "gauge", "Requests that wait; none is deferred here.", reasons)
         of_states("kv_cache_usage_perc", "gauge", "Used share of the KV cache; 1 is all of it.", _used)
         of_states("num_preemptions_total", "counter", "Preempted requests.", lambda one: one.preemptions)
         of_counters("prompt_tokens_total", "Prompt tokens.", lambda one: one.prompt_tokens)

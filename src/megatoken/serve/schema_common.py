@@ -77,7 +77,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "session_id": (),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": (),
@@ -90,7 +89,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 # Fields that say who asks, or where to keep the answer's records; an answer is the same without them.
-WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
+WITHOUT_EFFECT = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "session_id", "user"}
+)
 
 
 class Part(BaseModel):
@@ -253,6 +254,7 @@ class GenerationFields(Body):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] = Field(default_factory=dict)
+    allowed_token_ids: Items[TokenId] = Field(default_factory=list, max_length=MOST_TOKEN_IDS)
     bad_words: Items[BadWord] = Field(default_factory=list, max_length=MOST_BAD_WORDS)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
