@@ -284,6 +284,11 @@ def test_prompts_of_others_are_limited_while_a_group_asks_for_little() -> None:
             add("light", 40, 5)
         tokens = prompt_tokens(scheduler.plan(None, None, 8))
         assert tokens == {"flood": 9, "light": 40 if step % 10 == 0 else 0}
+    for step in range(100):  # a group is light that gets more than the flood does, because the flood is limited
+        if step % 5 == 0:
+            add("light", 60, 5)
+        tokens = prompt_tokens(scheduler.plan(None, None, 2))
+        assert tokens == {"flood": 3, "light": 60 if step % 5 == 0 else 0}
     for _ in range(1500):  # the other group floods too, so no group is light, and steps are full
         for _ in range(3):
             add("light", 100, 5)

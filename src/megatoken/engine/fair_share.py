@@ -64,7 +64,9 @@ class FairShare:
 
     def __init__(self, max_sequences: int, max_batched_tokens: int) -> None:
         """Starts without groups."""
+        self._budget = max_batched_tokens
         self._recent_tokens = RECENT_BUDGETS * max_batched_tokens
+        self._asked = 0.0  # what all groups asked for lately, by cost; of a heavy one all that a step has room for
         self.several = False  # whether there is more than one
         self.by_slot: list[Group] = [Group(0, 1.0)] * max_sequences  # the group of each running request
         self._number_by_slot = np.zeros(max_sequences, dtype=np.int64)
@@ -180,9 +182,13 @@ class FairShare:
         number, size = self._number_by_slot[slots], self._numbers
         outputs = (np.bincount(number, minlength=size) - np.bincount(number[unfinished], minlength=size)).tolist()
         held = np.bincount(number, weights=ends, minlength=size).tolist()
-        kept = math.exp(-(self._charged + sum(outputs) * OUTPUT_TOKEN_COST) / self._recent_tokens)
+        asked = self._charged + sum(outputs) * OUTPUT_TOKEN_COST
+        if any(one.heavy and (one.waiting or one in computing) for one in self._groups.values()):
+            # Else a heavy group that is limited would seem to ask for so little that no other asks for less.
+            asked = max(asked, self._budget)
+        kept = self._keep(asked)
         self._charged = 0
-        total = weights = 0.0
+        weights = 0.0
         for name, group in list(self._groups.items()):
             if group.waiting or group.running:
                 group.last_step = self._step
@@ -194,23 +200,28 @@ class FairShare:
             group.counter += served
             group.recent = (group.recent + served) * kept
             group.backlog = group.backlog * kept + bool(group.waiting or group in computing) * (1 - kept)
-            total += group.recent * group.weight
             weights += group.weight
         self.several = len(self._groups) > 1
         backlogged = [one.counter for one in self._groups.values() if one.waiting or one in computing]
         self._level = max(self._level, min(backlogged, default=self._level))
         for group in self._groups.values():
             group.heavy = group.backlog >= MOST_BACKLOG
-            group.light = self.several and not group.heavy and group.recent * weights <= total
+            group.light = self.several and not group.heavy and group.recent * weights <= self._asked
 
     def note_step_alone(self, prompt_tokens: int, output_tokens: int, *, backlog: bool) -> None:
         """The same for a step of the only group: what it was served matters when another one comes."""
         served = prompt_tokens + output_tokens * OUTPUT_TOKEN_COST
-        kept = math.exp(-served / self._recent_tokens)
+        kept = self._keep(served)
         for group in self._groups.values():
             group.recent = (group.recent + served / group.weight) * kept
             group.backlog = group.backlog * kept + backlog * (1 - kept)
             group.heavy = group.backlog >= MOST_BACKLOG
+
+    def _keep(self, asked: float) -> float:
+        """Count what was asked for in a step; how much of what was before still counts."""
+        kept = math.exp(-asked / self._recent_tokens)
+        self._asked = (self._asked + asked) * kept
+        return kept
 
     @property
     def _numbers(self) -> int:
