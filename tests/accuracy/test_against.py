@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from cli_support import call_here
 from megatoken.accuracy import decoder_check
-from megatoken.accuracy.intervals import bootstrap, mcnemar, ratio, wilson
+from megatoken.accuracy.against import bootstrap, mcnemar, ratio, wilson
 from megatoken.engine.config import model_folder
 from megatoken.engine.schemes import packed4
 from megatoken.quantization.write import quantize

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, processors
 
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.engine.tokenizer import LONG_TEXT, Tokenizer
-from megatoken.engine.tokenizer_growth import growth
+from megatoken.engine.tokenizer import LONG_TEXT, Tokenizer, growth
 from megatoken.errors import CheckpointError, RequestError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cli_support import call_here
-from megatoken.analysis.utilisation import utilisation
+from megatoken.analysis.summary import utilisation
 from megatoken.hardware.qualify.shapes import CPU_TOKENS
 from megatoken.harness import qualification
 from megatoken.runs.run import read_run

@@ -16,8 +16,8 @@ import pytest
 
 from cli_support import write_lines
 from megatoken.config import RunConfig
+from megatoken.datasets.prompts import load_texts
 from megatoken.datasets.requests import ChatRequest
-from megatoken.datasets.texts import load_texts
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.tokenizer import Tokenizer

@@ -19,9 +19,15 @@ from megatoken.audit.checks import systems as system_checks
 from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, check_rounds
 from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, process_steps
 from megatoken.audit.checks.power import power_of
-from megatoken.audit.checks.repeats import check_repeats
-from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in, without_result
-from megatoken.audit.checks.seal import check_seals
+from megatoken.audit.checks.run_folder import (
+    check_repeats,
+    check_run_folder,
+    check_seals,
+    interruptions,
+    owner,
+    run_folders_in,
+    without_result,
+)
 from megatoken.audit.checks.submission import (
     Submission,
     check_names,

@@ -14,8 +14,7 @@ from megatoken.datasets.catalog import MlperfDataSet, Role, catalog
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.parquet import TEXTS
 from megatoken.datasets.prompts import load_prompts
-from megatoken.datasets.tables import SUFFIXES, PromptTable, read_table
-from megatoken.datasets.tokenizer_check import check_tokenizer
+from megatoken.datasets.tables import SUFFIXES, PromptTable, check_tokenizer, read_table
 from megatoken.engine.checkpoint import read_config
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import DatasetError

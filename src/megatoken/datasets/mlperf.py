@@ -8,8 +8,7 @@ from pathlib import Path
 
 from megatoken.datasets.catalog import Role
 from megatoken.datasets.requests import Dataset, RequestRows
-from megatoken.datasets.tables import read_table
-from megatoken.datasets.tokenizer_check import check_tokenizer
+from megatoken.datasets.tables import check_tokenizer, read_table
 from megatoken.errors import DatasetError
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,6 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from megatoken.engine.tensor_files import one_line_errors, read_whole
 from megatoken.engine.token_texts import TokenTexts, token_texts
-from megatoken.engine.tokenizer_growth import growth
 from megatoken.errors import CheckpointError, RequestError
 
 LONG_TEXT = 4096  # characters; encoding takes milliseconds from there on
@@ -109,3 +110,38 @@ def _check_growth(values: object) -> None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+def growth(step: object) -> float:
+    """Bytes of the longest output of a normalizer, pre-tokenizer or decoder per byte of its input, at most.
+
+    Steps in a sequence multiply. A step of a kind that cannot repeat what it adds counts as 1.
+    """
+    match step:
+        case {"type": "Sequence", "normalizers": [*steps]}:
+            return math.prod(map(growth, steps))
+        case {"type": "Sequence", "pretokenizers": [*steps]}:
+            return math.prod(map(growth, steps))
+        case {"type": "Sequence", "decoders": [*steps]}:
+            return math.prod(map(growth, steps))
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if pattern:
+            return max(1.0, _size(content) / _size(pattern))
+        case {"type": "Replace", "content": str(content)}:  # an expression can match between any two characters
+            return 1.0 + _size(content)
+        case {"type": "Prepend", "prepend": str(text)}:
+            return 1.0 + _size(text)
+        case {"type": "Precompiled", "precompiled_charsmap": str(table)}:
+            return _longest_replacement(base64.b64decode(table))
+        case {"type": "ByteLevel"}:  # bytes that do not print become characters of two
+            return 2.0
+    return 1.0
+
+
+def _longest_replacement(table: bytes) -> float:
+    """Of SentencePiece's table: the size of a trie, the trie, then texts that end with a zero byte."""
+    trie_bytes = int.from_bytes(table[:4], "little")
+    return max(1.0, *map(len, table[4 + trie_bytes :].split(b"\0")))
+
+
+def _size(text: str) -> float:
+    return float(len(text.encode("utf-8", "surrogatepass")))

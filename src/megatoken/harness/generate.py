@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatoken.config import AnswerConfig, RunConfig
-from megatoken.datasets.prompts import load_prompts
+from megatoken.datasets.prompts import load_prompts, load_texts
 from megatoken.datasets.requests import answer_room, check_ids
-from megatoken.datasets.texts import load_texts
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.request import Request
 from megatoken.engine.text_stream import TextStream

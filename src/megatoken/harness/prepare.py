@@ -19,11 +19,10 @@ from megatoken.accuracy.gate import SHARE, AccuracyGate, ComplianceGate, Gate, r
 from megatoken.config import KEYS, RoundName, RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.mlperf import load_mlperf
-from megatoken.datasets.prompts import load_prompts
+from megatoken.datasets.prompts import load_prompts, load_texts
 from megatoken.datasets.references import HELD_OUT
 from megatoken.datasets.requests import Dataset, rows_sha256
 from megatoken.datasets.tables import SUFFIXES
-from megatoken.datasets.texts import load_texts
 from megatoken.engine.config import REFERENCE, ModelConfig
 from megatoken.engine.measured_costs import ModelWork
 from megatoken.engine.memory import MemoryPlan

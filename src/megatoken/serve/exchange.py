@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from megatoken.serve.api_errors import error_body
 from megatoken.serve.tenants import Tenant
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """The body of an answer with an HTTP status of 400 or more."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+
 
 Headers = Iterable[tuple[str, str]]
 CLIENT_LEFT = 499  # status in the access log when the client has closed the connection

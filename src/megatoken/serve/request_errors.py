@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatoken.errors import CapacityError, MegatokenError, RequestError
-from megatoken.serve.api_errors import error_body
+from megatoken.serve.exchange import error_body
 from megatoken.serve.messages import Busy, Unavailable
 
 UNAVAILABLE_SECONDS = 5  # after which to try again

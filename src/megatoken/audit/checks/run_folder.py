@@ -1,22 +1,32 @@
-"""A run folder of megatoken: its numbers and its verdict follow from its logs and tables, and its files agree."""
+"""A run folder of megatoken: its numbers, verdict, seal and summary of repeats follow from what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from megatoken.analysis.machine import rate_state, simulated_gpu
+from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.audit import replay, run_facts
+from megatoken.audit.differences import differences
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.documents import json_values
-from megatoken.audit.evidence import Run, places
+from megatoken.audit.evidence import Run, Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.audit.folder import LOG, LOGGED, TABLES, RunFolder
 from megatoken.audit.qualification import qualification
 from megatoken.errors import MegatokenError
-from megatoken.files import UnreadableError, display, mapping
+from megatoken.files import UnreadableError, display, mapping, plain, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
 from megatoken.runs.run import CONFIG, MLPERF, REQUESTS, RESULT, Verdict, read_run
+from megatoken.runs.seal import SEAL, SealState, seal_state
 from megatoken.text import count_of, natural
+
+MOST_NAMED = 20  # files of a seal
+COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")  # of repeats
+MOST_REPEATS = 1_000
 
 
 def run_folders_in(tree: Tree) -> list[str]:
@@ -177,3 +187,81 @@ def _detail_log(tree: Tree, path: str) -> DetailLog | None:
         return read_detail_log(tree.path(name)) if name in tree.files else None
     except UnreadableError:
         return None  # log.readable says why
+
+
+def check_seals(tree: Tree) -> Iterator[Observation]:
+    """Every sealed folder, also one that lacks files without which it is no run folder."""
+    for file in sorted(tree.files):
+        if file == SEAL or file.endswith(f"/{SEAL}"):
+            yield from sealed(tree, file.removesuffix(SEAL).rstrip("/"))
+
+
+@check("run_folder.sealed", "The sealed files are unchanged", "A change after sealing is not what was measured.")
+def sealed(tree: Tree, path: str) -> Outcome:
+    """A signature that cannot be checked here is unknown."""
+    where = places(below(path, SEAL))
+    expected = "every file as it was sealed"
+    try:
+        state = seal_state(tree.path(path))
+    except (OSError, ValueError) as error:
+        return outcome(False, expected, shown(f"the seal cannot be read: {error}"), where)
+    assert state is not None
+    if not state.whole:
+        return outcome(False, expected, shown("; ".join(_problems(state))), where)
+    found = f"nothing changed since {state.sealed_at}"
+    if state.public_key is None:
+        return outcome(True, expected, f"{found}; not signed, so anyone could have sealed it", where)
+    if state.signature is None:
+        return Outcome(Severity.UNKNOWN, expected, shown(f"{found}; signature not checked: {state.unchecked}"), where)
+    return outcome(True, expected, shown(f"{found}; signed by {state.public_key}"), where)
+
+
+def _problems(state: SealState) -> Iterator[str]:
+    if state.signature is False:
+        yield "the signature is not that of the statement and key in the seal"
+    for what, names in (("changed", state.changed), ("added", state.added), ("removed", state.removed)):
+        if names:
+            more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+            yield f"{what}: {', '.join(names[:MOST_NAMED])}{more}"
+
+
+@check("run_folder.repeats", "The summary of repeats follows from each of them", "A run may have been left out.")
+def check_repeats(tree: Tree) -> Iterator[Outcome]:
+    """Every repeats.json."""
+    for path in sorted(path for path in tree.files if path.rpartition("/")[2] == REPEATS):
+        yield _repeats(tree, path.rpartition("/")[0], places(path))
+
+
+def _repeats(tree: Tree, folder: str, where: tuple[Where, ...]) -> Outcome:
+    expected = "what the run folders next to it give together"
+    try:
+        stored, _, _ = read_json_object(tree.path(below(folder, REPEATS)))
+        names = stored.get("runs")
+        if not isinstance(names, list) or not 0 < len(names) <= MOST_REPEATS:
+            raise UnreadableError("names no runs")
+        runs = [read_run(tree.path(below(folder, str(name)))) for name in names]
+        again: Mapping[str, Any] = plain(summarise_repeats(runs, len(runs)))
+    except (UnreadableError, MegatokenError) as error:
+        return outcome(False, expected, shown(str(error)), where)
+    except Exception as error:  # results of no run can break any step of the arithmetic
+        return outcome(False, expected, shown(f"{type(error).__name__}: {error}"), where)
+    wrong = [name for name in COMPARED if any(differences(stored.get(name), again[name], name))]
+    left_out = _left_out(tree, folder, {run.path.name for run in runs})
+    found = [f"other {name}" for name in wrong] + [f"{name} is left out" for name in left_out]
+    where += places(*(below(folder, name) for name in left_out))
+    severity = Severity.FAIL if wrong else Severity.WARN  # a kill can come before this file is written
+    return free_of(found, expected, f"{count_of(len(runs), 'run')}, all agree", where, severity)
+
+
+def _left_out(tree: Tree, folder: str, listed: set[str]) -> list[str]:
+    """Finished runs of the same folder that the file does not list."""
+    start = below(folder, "") if folder else ""
+    present = {path.removeprefix(start).split("/")[0] for path in tree.files if path.startswith(start)}
+    paths = {name: below(folder, name) for name in sorted(present - listed)}
+    return [name for name, path in paths.items() if f"{path}/{RESULT}" in tree.files and _finished(tree.path(path))]
+
+
+def _finished(folder: Path) -> bool:
+    with suppress(MegatokenError):
+        return read_run(folder).verdict is not Verdict.INTERRUPTED
+    return False
