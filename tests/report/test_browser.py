@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from report_documents import DOCUMENTS, audit_document
 
@@ -12,6 +13,10 @@ from megatoken.analysis.comparison import compare
 from megatoken.audit import read_evidence as read
 from megatoken.claims.references import comparison_entry
 from megatoken.report import save_document, write_report
+from megatoken.report.blocks import Table, View, section
+from megatoken.report.curves import line_chart
+from megatoken.report.page import page
+from megatoken.report.plots import Line
 from run_folders import run_folder
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -226,6 +231,44 @@ def test_runs_are_sorted_by_mouse_and_keyboard(visit, tmp_path):
     table.get_by_role("button", name="Run", exact=True).click()
     assert table.locator("tbody th").all_inner_texts() == ["one", "three", "two"]
     assert wider_than_the_window(tab) == []
+
+
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_hovering_shows_the_values_of_every_panel_and_what_happened(visit, make_run, size):
+    lost = {"node": "node-3", "replica": None, "cause": "kill", "at_seconds": 10.0}
+    served = {"replicas": 2, "replicas_least": 1, "replicas_at_end": 2, "share_left": 0.5, "late_answers": 0}
+    rack = {**served, "lost": [lost], "joined": [], "clock_offsets": []}
+    tab = visit(write_report(make_run(scenario="server", rack=rack)).as_uri(), size)
+    chart = tab.locator("figure").first
+    tip, svg = chart.locator(".tip"), chart.locator("svg")
+    assert not tip.is_visible()
+    svg.scroll_into_view_if_needed()
+    box = svg.bounding_box()
+    at = chart.locator("line.event").first.bounding_box()
+    tab.mouse.move(at["x"] + at["width"] / 2, box["y"] + box["height"] / 3)
+    shown = tip.inner_text().splitlines()
+    assert shown[0].startswith(("10 ", "9.9", "10.0")) and shown[0].endswith("seconds since the start")
+    values = dict(line.split(": ", 1) for line in shown[1:-1])
+    assert float(values["output tokens each second"].split()[0]) == pytest.approx(104, rel=0.01)
+    assert set(values) == {"output tokens each second", "median of a group", "highest of a group"}
+    assert shown[-1] == "node-3 lost at 10.0 s"
+    place = tip.bounding_box()
+    assert place["x"] >= 0 and place["x"] + place["width"] <= SIZES[size][0]
+    tab.mouse.move(5, 5)
+    assert not tip.is_visible()
+
+
+def test_hovering_over_points_shows_the_nearest(visit, tmp_path):
+    line = Line("p99", np.array([1.0, 2.0, 3.0]), np.array([10.0, 40.0, 20.0]))
+    chart = line_chart("Latency", "ms", "tokens/s", [line], Table("t", (), ()), x_range=(0.0, 3.0), dots=True)
+    place = tmp_path / "page.html"
+    place.write_text(page(View("v", "", (), (section("s", chart),))))
+    tab = visit(place.as_uri())
+    point = tab.locator("circle.point0").nth(1)
+    point.scroll_into_view_if_needed()
+    box = point.bounding_box()
+    tab.mouse.move(box["x"] + 9, box["y"] + 9)
+    assert tab.locator(".tip").inner_text().splitlines() == ["2 tokens/s", "p99: 40 ms"]
 
 
 def test_paper_has_every_section_no_folded_numbers_and_black_letters(address, visit, tmp_path):

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from megatoken.report.bars import Bar, Dot, Swing, bar_chart, dot_chart, tornado, waterfall
 from megatoken.report.blocks import Figure
 from megatoken.report.curves import (
+    BINS,
     MAX_POINTS,
-    Between,
-    Line,
-    Mark,
     distribution_chart,
+    histogram_chart,
     level,
+    panels_chart,
     rate,
     time_chart,
 )
-from megatoken.report.scales import shortened, tick_text, ticks
+from megatoken.report.plots import Between, Line, Mark, Panel
+from megatoken.report.scales import WIDE, WIDTH, shortened, tick_text, ticks
 
 AMOUNTS = st.floats(-1e12, 1e12)
 
@@ -29,14 +30,15 @@ AMOUNTS = st.floats(-1e12, 1e12)
 def inside(figure: Figure) -> ElementTree.Element:
     """The drawing, which must lie on its canvas."""
     drawing = ElementTree.fromstring(f"<svg>{figure.drawing}</svg>")
+    width = WIDE if figure.wide else WIDTH
     for element in drawing.iter():
         left = [float(element.get(name)) for name in ("x", "x1", "x2", "cx") if element.get(name)]
         down = [float(element.get(name)) for name in ("y", "y1", "y2", "cy") if element.get(name)]
         points = [point.split(",") for point in element.get("points", "").split()]
-        assert all(-0.1 <= x <= 400.1 for x in [*left, *(float(x) for x, _ in points)])
+        assert all(-0.1 <= x <= width + 0.1 for x in [*left, *(float(x) for x, _ in points)])
         assert all(0 <= y <= figure.height for y in [*down, *(float(y) for _, y in points)])
         if element.tag == "rect":
-            assert left[0] + float(element.get("width")) <= 401
+            assert left[0] + float(element.get("width")) <= width + 1
     return drawing
 
 
@@ -104,17 +106,19 @@ def test_the_numbers_behind_a_rate_add_up_to_its_tokens(seconds):
 def test_a_flat_or_silent_line_still_draws():
     for value in (0.0, 3.0):
         times, flat = np.arange(3.0), np.full(3, value)
-        inside(time_chart("t", "u", [Line("flat", times, flat)], marks=[Mark("m", value)], window=(0.5, 9.0)))
+        inside(time_chart("t", "u", [Line("flat", times, flat)], marks=[Mark("m", value)]))
         inside(time_chart("t", "u", [Line("flat", np.zeros(1), np.zeros(1))]))
         for from_zero in (True, False):
             drawing = inside(distribution_chart("t", "s", [("v", flat)], x_label="s", from_zero=from_zero))
+            assert "nan" not in ElementTree.tostring(drawing).decode()
+            drawing = inside(histogram_chart("t", "s", [("v", flat)], x_label="s", from_zero=from_zero))
             assert "nan" not in ElementTree.tostring(drawing).decode()
 
 
 def test_an_area_lies_between_its_bounds_and_is_named():
     x = np.arange(4.0)
     figure = time_chart("t", "u", [Line("l", x, x)], between=Between("all 9", x, x, x + 2))
-    assert inside(figure).find("polygon") is not None
+    assert inside(figure).find(".//polygon") is not None
     assert ("keybetween", "all 9") in figure.legend
     assert [column.name for column in figure.data.columns] == ["Until", "l", "all 9, least", "all 9, most"]
 
@@ -123,6 +127,39 @@ def test_percentiles_behind_a_distribution_are_exact():
     figure = distribution_chart("t", "s", [("v", np.arange(101.0))], x_label="s")
     assert figure.data.rows[5] == ("75", "75")
     assert figure.description == "v: from 0 to 100 s"
+
+
+def test_a_histogram_counts_every_sample_and_marks_its_percentiles():
+    values = np.arange(1.0, 101.0)
+    figure = histogram_chart("t", "s", [("v", values)], x_label="s", limits=[Mark("mine", 120.0, upright=True)])
+    drawing = inside(figure)
+    group = drawing.find("g")
+    floor, top, most = map(float, group.get("data-y").split())
+    points = [tuple(map(float, point.split(","))) for point in drawing.find(".//polyline").get("points").split()]
+    heights = [(floor - y) * most / (floor - top) for _, y in points[::2]]
+    assert len(heights) == BINS and sum(heights) == pytest.approx(100, abs=1)
+    names = [mark.get("data-name") for mark in drawing.iter("line") if mark.get("data-name")]
+    assert names == ["p50, 50.5 s", "p90, 90.1 s", "p99, 99.0 s", "mine"]
+    far = histogram_chart("t", "s", [("v", values)], x_label="s", limits=[Mark("mine", 1000.0, upright=True)])
+    assert far.legend == (("keymark", "mine, beyond the axis"),)
+    assert max(x for x, _ in points) <= 384.1
+
+
+def test_panels_share_their_seconds_and_events_are_numbered_once():
+    x = np.arange(1.0, 11.0)
+    panels = [Panel("tokens/s", [Line("output", x, x)]), Panel("ms", [Line("median", x, 2 * x)], first_key=1)]
+    happened = [Mark(f"event {at}", at, upright=True, event=True) for at in (3.0, 3.1, 8.0)]
+    figure = panels_chart("t", panels, window=(2.0, 5.0), events=happened)
+    drawing = inside(figure)
+    signs = [(text.text, float(text.get("y"))) for text in drawing.iter("text") if text.get("class").startswith("sign")]
+    assert [sign for sign, _ in signs] == ["1", "2", "3"]
+    assert signs[0][1] < signs[1][1] and signs[2][1] == signs[0][1]  # the second would touch the first
+    assert sum(line.get("class") == "event" for line in drawing.iter("line")) == 6
+    assert [name for _, name in figure.legend][2:] == ["1: event 3.0", "2: event 3.1", "3: event 8.0", "steady window"]
+    assert [(column.name, column.unit) for column in figure.data.columns[1:]] == [
+        ("output", "tokens/s"),
+        ("median", "ms"),
+    ]
 
 
 @settings(deadline=None)

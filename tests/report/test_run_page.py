@@ -11,7 +11,7 @@ from megatoken.report import write_report
 from megatoken.report.console import lines
 from megatoken.report.page import page
 from megatoken.report.views import run_view
-from megatoken.report.views.over_time import events
+from megatoken.report.views.over_time import events, pauses
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
 
@@ -94,13 +94,13 @@ def test_a_soak_does_not_list_loadgen(make_run):
 def test_one_node_without_telemetry_has_eight_charts(make_run):
     root = page_of(make_run())
     assert figures(root) == [
-        "Output tokens over time tokens/s",
+        "Throughput and latency over time",
         "Samples being computed samples",
         "Engine utilisation %",
-        "First token % of samples at or below",
-        "Last token % of samples at or below",
-        "Time per output token % of samples at or below",
-        "Lengths of the samples % of samples at or below",
+        "First token samples",
+        "Last token samples",
+        "Time per output token samples",
+        "Lengths of the samples samples",
         "Goodput by limit output tokens/s",
     ]
     assert "Work within limits" not in words(root)  # neither the run nor the rules of MLPerf state a limit
@@ -114,7 +114,7 @@ def test_pictures_come_before_tables_and_the_first_has_the_whole_width(make_run)
     titles = [words(heading) for heading in root.iter("h2")]
     assert titles[:3] == ["Over time", "Over samples", "Numbers"]
     first, *others = root.iter("figure")
-    assert (first.get("class"), words(first.find("figcaption"))) == ("wide", "Output tokens over time tokens/s")
+    assert (first.get("class"), words(first.find("figcaption"))) == ("wide", "Throughput and latency over time")
     assert first.find("svg").get("viewBox").startswith("0 0 640 ")
     assert {figure.get("class") for figure in others} == {None}
 
@@ -126,13 +126,16 @@ def test_what_happened_to_a_run_is_marked_on_its_first_chart(make_run):
     root = page_of(make_run(rack={**served, "lost": [lost], "joined": [joined], "clock_offsets": []}))
     chart = next(root.iter("figure"))
     legend = [words(item) for item in chart.find("ul").findall("li")]
-    assert legend[-3:-1] == ["lost: node-3 at 7.50 s", "joined: node-3 at 900 s"]
-    marks = [line for line in chart.iter("line") if line.get("class", "").startswith("mark")]
-    uprights = [float(line.get("x1")) for line in marks if line.get("x1") == line.get("x2")]
-    assert len(uprights) == 2
-    assert 68 < uprights[0] < uprights[1] <= 624
+    assert legend[-3:-1] == ["1: node-3 lost at 7.50 s", "2: node-3 joined at 900 s"]
+    first, *_ = chart.iter("g")
+    places = [float(line.get("x1")) for line in first.iter("line") if line.get("class") == "event"]
+    assert len(places) == 2
+    assert 68 < places[0] < places[1] <= 624
     (pause,) = events({"soak": {"interruptions": [{"at_seconds": 4.0, "gap_seconds": 61.0}, {}]}})
-    assert (pause.name, pause.at, pause.upright) == ("resumed after 61.0 s at 4.00 s", 4.0, True)
+    assert (pause.name, pause.at, pause.upright) == ("stopped, resumed after 61.0 s at 4.00 s", 4.0, True)
+    (gap,) = pauses(np.array([1.0, 2.0, 3.0, 15.0, 16.0]))
+    assert (gap.name, gap.at) == ("no reading for 12.0 s from 3.00 s", 3.0)
+    assert list(pauses(np.arange(0.0, 60.0, 6.0))) == []  # a target that answers each six seconds is not paused
 
 
 def test_in_server_the_first_token_counts_for_goodput(make_run):
@@ -224,7 +227,7 @@ def test_the_limits_of_a_run_are_drawn_where_they_are_on_the_axis_of_the_latency
     assert first.legend[-1] == ("keymark keymark0", "This run's limits, 8 s")
     assert per_token.legend[-1] == ("keymark keymark0", "This run's limits, 20 ms")
     assert (first.title, last.title, last.legend) == ("First token", "Last token", ())
-    (place,) = re.findall(r'class="mark mark0" x1="([\d.]+)"', first.drawing)
+    (place,) = re.findall(r'class="mark mark0" data-name="[^"]*" x1="([\d.]+)"', first.drawing)
     ticks = dict(re.findall(r'class="tick middle" x="([\d.]+)" y="[\d.]+">([\d.]+)<', first.drawing))
     places, seconds = zip(*((float(x), float(value)) for x, value in ticks.items()), strict=True)
     assert np.interp(float(place), places, seconds) == pytest.approx(8.0, abs=0.05)
@@ -232,7 +235,20 @@ def test_the_limits_of_a_run_are_drawn_where_they_are_on_the_axis_of_the_latency
 
 def test_a_limit_on_the_first_token_is_not_drawn_in_offline(make_run):
     first, *_ = _sample_figures_of(make_run(ttft_limit_seconds=2.0))
-    assert "mark" not in first.drawing
+    assert first.legend == () and "limit" not in first.drawing
+
+
+def test_latencies_stand_below_the_throughput_each_on_its_own_axis(make_run):
+    def titles(chart):
+        return [words(text) for text in chart.iter("text") if "strong" in text.get("class")]
+
+    chart = next(page_of(make_run(scenario="server", ttft_limit_seconds=15.0, tpot_limit_seconds=0.2)).iter("figure"))
+    assert titles(chart) == ["Output, tokens/s", "Time to first token, s", "Time per output token, ms"]
+    legend = [words(item) for item in chart.find("ul").findall("li")]
+    assert "This run's limits, 15 s" in legend and "This run's limits, 200 ms, beyond the axis" in legend
+    heads = [words(head) for head in chart.iter("th") if head.get("scope") == "col"]
+    assert heads[2:4] == ["median of a group s", "highest of a group s"]
+    assert titles(next(page_of(make_run()).iter("figure"))) == ["Output, tokens/s", "Time per output token, ms"]
 
 
 def _sample_figures_of(folder):

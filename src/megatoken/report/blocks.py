@@ -117,6 +117,13 @@ class Headline:
 
 
 @dataclass(frozen=True, slots=True)
+class Cards:
+    """A few figures side by side: the name of each, its value, and how it follows."""
+
+    cards: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Badges in a row and what they mean."""
 
@@ -157,7 +164,7 @@ class Download:
     content: str
 
 
-Block: TypeAlias = Headline | Verdict | Points | Table | Figure | Terms | Facts | Download
+Block: TypeAlias = Headline | Cards | Verdict | Points | Table | Figure | Terms | Facts | Download
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,71 +1,27 @@
-"""Line charts as inline SVG: no library, no script, colours from the page's style sheet (light, dark, paper)."""
+"""Line charts as inline SVG: no library, colours from the page's style sheet (light, dark, paper)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from megatoken.report.blocks import Column, Figure, Table
-from megatoken.report.scales import (
-    LEFT,
-    RIGHT,
-    WIDE,
-    WIDE_LEFT,
-    WIDTH,
-    Floats,
-    box,
-    rule,
-    text,
-    tick_text,
-    ticks,
-    top_of,
-)
+from megatoken.report.plots import Axis, Between, Label, Line, Mark, Panel, axis_labels, numbered, plot
+from megatoken.report.scales import LEFT, RIGHT, WIDE, WIDE_LEFT, WIDTH, Floats, ticks, top_of
 from megatoken.text import number, precise
 
 HEIGHT, TOP, BOTTOM = 230, 12, 40
+FIRST_PANEL, NEXT_PANELS, PANEL_TITLE = 190, 100, 42
 MAX_POINTS = 240
 DATA_ROWS = 20
+BINS = 40
+SINCE_START = "seconds since the start"
+FAR_LIMIT = 2.0  # a limit so many times beyond the values is named instead of drawn
+MARKED_SHARES = (50, 90, 99)
 SHARES = (0, 5, 10, 25, 50, 75, 90, 95, 99, 100)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One curve: ``x`` and ``y`` [N] of equal length."""
-
-    name: str
-    x: Floats
-    y: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """The area from ``low`` to ``high`` [N] over ``x`` [N], such as from the slowest to the fastest node."""
-
-    name: str
-    x: Floats
-    low: Floats
-    high: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """Words next to a point of a curve."""
-
-    x: float
-    y: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A straight reference: at a height, or ``upright`` at a place of the x axis."""
-
-    name: str
-    at: float
-    upright: bool = False
 
 
 def time_chart(
@@ -75,39 +31,97 @@ def time_chart(
     *,
     y_max: float | None = None,
     between: Between | None = None,
-    window: tuple[float, float] | None = None,
     marks: Sequence[Mark] = (),
-    wide: bool = False,
 ) -> Figure:
-    """Values in ``unit`` over seconds since the start; ``window`` shades the steady part of the run."""
-    spans = np.linspace(0, top_of([line.x for line in lines]), DATA_ROWS + 1)
+    """Values in ``unit`` over seconds since the start."""
     curves = [*lines, *([Line(f"{between.name}, least", between.x, between.low)] if between else [])]
     curves += [Line(f"{between.name}, most", between.x, between.high)] if between else []
-    columns = [_means(line, spans) for line in curves]
-    data = Table(
-        caption=f"{title}: means over {DATA_ROWS} spans of equal length",
-        columns=(Column("Until", "s", numeric=True), *(Column(line.name, unit, numeric=True) for line in curves)),
-        rows=tuple(
-            (precise(float(end)), *(precise(float(column[row])) for column in columns))
-            for row, end in enumerate(spans[1:])
-        ),
-    )
+    spans, data = _spans(title, [(unit, curves)])
     return line_chart(
         title,
         unit,
-        "seconds since the start",
+        SINCE_START,
         lines,
         data,
         x_range=(0.0, float(spans[-1])),
         y_max=y_max,
         between=between,
-        window=window,
         marks=marks,
-        wide=wide,
+    )
+
+
+def panels_chart(
+    title: str, panels: Sequence[Panel], *, window: tuple[float, float] | None, events: Sequence[Mark]
+) -> Figure:
+    """Panels below each other over one axis of seconds since the start, over the whole width of the page.
+
+    ``window`` shades the steady part of the run. ``events`` are upright marks in every panel, with their signs in the
+    first.
+    """
+    spans, data = _spans(title, [(panel.unit, panel.lines) for panel in panels])
+    axis = Axis(WIDE_LEFT, WIDE - RIGHT, 0.0, float(spans[-1]), SINCE_START, wide=True)
+    events = numbered(events)
+    unsigned = [replace(event, sign="") for event in events]
+    drawn, floor = [], 0.0
+    for index, panel in enumerate(panels):
+        top = floor + PANEL_TITLE
+        floor = top + (NEXT_PANELS if index else FIRST_PANEL)
+        marks = [*panel.marks, *(unsigned if index else events)]
+        drawn.append(plot(replace(panel, marks=marks), axis, top, floor, window))
+    height = int(floor) + BOTTOM
+    legend = [
+        *((f"key{key}", line.name) for panel in panels for key, line in enumerate(panel.lines, panel.first_key)),
+        *((f"keymark keymark{key}", mark.name) for panel in panels for key, mark in enumerate(panel.marks)),
+        *(("keymark", words) for panel in panels for words in panel.beyond),
+        *(("keyevent", mark.name) for mark in events),
+        *([("keywindow", "steady window")] if window else []),
+    ]
+    return Figure(
+        title=title,
+        unit="",
+        drawing="".join([*drawn, *axis_labels(axis, ticks(0.0, axis.top), floor, height)]),
+        height=height,
+        description="; ".join(_range(line, panel.unit, SINCE_START) for panel in panels for line in panel.lines),
+        data=data,
+        legend=tuple(dict.fromkeys(legend)),
+        wide=True,
+    )
+
+
+def _spans(title: str, groups: Sequence[tuple[str, Sequence[Line]]]) -> tuple[Floats, Table]:
+    """The ends of equal spans of time, and the mean of each curve in each of them; each group has its unit."""
+    lines = [line for _, curves in groups for line in curves]
+    spans = np.linspace(0, top_of([line.x for line in lines]), DATA_ROWS + 1)
+    means = [_means(line, spans) for line in lines]
+    columns = (Column(line.name, unit, numeric=True) for unit, curves in groups for line in curves)
+    return spans, Table(
+        caption=f"{title}: means over {DATA_ROWS} spans of equal length",
+        columns=(Column("Until", "s", numeric=True), *columns),
+        rows=tuple(
+            (precise(float(end)), *(precise(float(column[row])) for column in means))
+            for row, end in enumerate(spans[1:])
+        ),
     )
 
 
 def distribution_chart(
+    title: str, unit: str, samples: Sequence[tuple[str, Floats]], *, x_label: str, from_zero: bool = True
+) -> Figure:
+    """Share of samples at or below each value: one curve for each name and its values [N] in ``unit``."""
+    lines = [distribution(name, values) for name, values in samples]
+    x_range = (0.0 if from_zero else min(float(line.x.min()) for line in lines), top_of([line.x for line in lines]))
+    return line_chart(
+        title,
+        "% of samples at or below",
+        x_label,
+        lines,
+        _percentiles(title, unit, samples),
+        x_range=x_range,
+        y_max=100,
+    )
+
+
+def histogram_chart(
     title: str,
     unit: str,
     samples: Sequence[tuple[str, Floats]],
@@ -116,22 +130,52 @@ def distribution_chart(
     from_zero: bool = True,
     limits: Sequence[Mark] = (),
 ) -> Figure:
-    """Share of samples at or below each value: one curve for each name and its values [N] in ``unit``.
+    """How many samples have each value: one curve for each name and its values [N] in ``unit``.
 
-    ``limits`` are drawn upright, and the axis reaches the last of them.
+    One curve alone has marks at its percentiles. ``limits`` are drawn upright; one that is further from zero than
+    ``FAR_LIMIT`` times the largest value is only named.
     """
-    lines = [distribution(name, values) for name, values in samples]
-    data = Table(
+    all_values = np.concatenate([values for _, values in samples])
+    near, far = [], []
+    for limit in limits:
+        (near if limit.at <= FAR_LIMIT * float(all_values.max()) else far).append(limit)
+    low = 0.0 if from_zero else float(all_values.min())
+    x_ticks = ticks(min([low, *(limit.at for limit in near)]), max([top_of([all_values]), *(one.at for one in near)]))
+    edges = np.linspace(x_ticks[0], x_ticks[-1], BINS + 1)
+    lines = [stairs(name, edges, np.histogram(values, edges)[0].astype(float)) for name, values in samples]
+    marks = list(near)
+    if len(samples) == 1:
+        marks += [
+            Mark(f"{name}, {number(at)} {unit}", at, upright=True, sign=name)
+            for name, at in ((f"p{share}", float(np.percentile(all_values, share))) for share in MARKED_SHARES)
+        ]
+    axis = Axis(LEFT, WIDTH - RIGHT, x_ticks[0], x_ticks[-1], x_label)
+    drawn = plot(Panel("samples", lines, numbered(marks), filled=True), axis, TOP, HEIGHT - BOTTOM)
+    named = [(f"keymark keymark{index}", mark.name) for index, mark in enumerate(near)]
+    named += [("keymark", f"{mark.name}, beyond the axis") for mark in far]
+    return Figure(
+        title=title,
+        unit="samples",
+        drawing="".join([drawn, *axis_labels(axis, x_ticks, HEIGHT - BOTTOM, HEIGHT)]),
+        height=HEIGHT,
+        description="; ".join(
+            f"{name}: from {number(float(values.min()))} to {number(float(values.max()))} {unit}, median"
+            f" {number(float(np.median(values)))}"
+            for name, values in samples
+        ),
+        data=_percentiles(title, unit, samples),
+        legend=(*([(f"key{n}", line.name) for n, line in enumerate(lines)] if len(lines) > 1 else []), *named),
+    )
+
+
+def _percentiles(title: str, unit: str, samples: Sequence[tuple[str, Floats]]) -> Table:
+    return Table(
         caption=f"{title}: percentiles",
         columns=(Column("Share of samples", "%", numeric=True), *(Column(n, unit, numeric=True) for n, _ in samples)),
         rows=tuple(
             (str(share), *(precise(float(np.percentile(values, share))) for _, values in samples)) for share in SHARES
         ),
     )
-    low = 0.0 if from_zero else min(float(line.x.min()) for line in lines)
-    low = min([low, *(limit.at for limit in limits)])
-    x_range = (low, max([top_of([line.x for line in lines]), *(limit.at for limit in limits)]))
-    return line_chart(title, "% of samples at or below", x_label, lines, data, x_range=x_range, y_max=100, marks=limits)
 
 
 def distribution(name: str, values: Floats) -> Line:
@@ -186,12 +230,10 @@ def line_chart(
     x_range: tuple[float, float],
     y_max: float | None = None,
     between: Between | None = None,
-    window: tuple[float, float] | None = None,
     marks: Sequence[Mark] = (),
     labels: Sequence[Label] = (),
     dots: bool = False,
     doubling: bool = False,
-    wide: bool = False,
 ) -> Figure:
     """Curves of ``unit`` over ``x_label``, with labelled areas and references; ``data`` is the table behind them.
 
@@ -201,67 +243,18 @@ def line_chart(
     x_ticks = [float(power) for power in range(math.floor(x_range[0]), math.ceil(x_range[1]) + 1)] if doubling else []
     x_ticks = x_ticks or ticks(*x_range)
     x_low, x_top = (0.0, x_range[1]) if x_range[0] == 0 else (x_ticks[0], x_ticks[-1])
-    heights = [*(line.y for line in lines), *([between.high] if between else [])]
-    level_marks = [mark.at for mark in marks if not mark.upright]
-    y_ticks = ticks(0.0, y_max or max(top_of(heights), *level_marks, 0.0))
-    y_top = y_max or y_ticks[-1]
+    axis, marks = Axis(LEFT, WIDTH - RIGHT, x_low, x_top, x_label, doubling=doubling), numbered(marks)
+    panel = Panel(unit, lines, marks, labels, between, y_max, dots=dots)
     floor = HEIGHT - BOTTOM
-    left, edge = (WIDE_LEFT, WIDE - RIGHT) if wide else (LEFT, WIDTH - RIGHT)
-
-    def x_at(value: float) -> float:
-        return left + (value - x_low) * (edge - left) / (x_top - x_low)
-
-    def y_at(value: float) -> float:
-        return floor - min(value, y_top) * (floor - TOP) / y_top
-
-    def path(x: Floats, y: Floats) -> str:
-        return " ".join(f"{x_at(a):.1f},{y_at(b):.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
-
-    parts = []
-    if window:
-        start, end = (x_at(min(second, x_top)) for second in window)
-        parts.append(box(start, TOP, end - start, floor - TOP, "window"))
-    for value in (tick for tick in y_ticks if tick <= y_top):
-        parts.append(rule(left, y_at(value), edge, y_at(value)))
-        parts.append(text(left - 6, y_at(value) + 4, tick_text(value), "tick end"))
-    parts += [
-        text(x_at(value), floor + 16, tick_text(2**value if doubling else value), "tick middle")
-        for value in x_ticks
-        if value <= x_top
-    ]
-    if between:
-        outline = f"{path(between.x, between.high)} {path(between.x[::-1], between.low[::-1])}"
-        parts.append(f'<polygon class="between" points="{outline}"/>')
-    for index, line in enumerate(lines):
-        parts.append(f'<polyline class="curve curve{index}" points="{path(line.x, line.y)}"/>')
-        if dots:
-            parts += [_dot(x_at(x), y_at(y), index) for x, y in zip(line.x.tolist(), line.y.tolist(), strict=True)]
-    for label in labels:
-        right = x_at(label.x) > (edge + left) / 2
-        offset, style = (-6, "tick end") if right else (6, "tick")
-        parts.append(text(x_at(label.x) + offset, max(y_at(label.y) - 6, TOP + 8), label.text, style))
-    for index, mark in enumerate(marks):
-        style = f"mark mark{index}"
-        if mark.upright:
-            at = x_at(min(mark.at, x_top))
-            parts.append(rule(at, TOP, at, floor, style))
-        else:
-            parts.append(rule(left, y_at(mark.at), edge, y_at(mark.at), style))
-    parts.append(text(edge, HEIGHT - 6, x_label, "tick end"))
     return Figure(
         title=title,
         unit=unit,
-        drawing="".join(parts),
+        drawing="".join([plot(panel, axis, TOP, floor), *axis_labels(axis, x_ticks, floor, HEIGHT)]),
         height=HEIGHT,
         description="; ".join(_range(line, unit, x_label) for line in lines),
         data=data,
-        legend=_legend(lines, between, window, marks),
-        wide=wide,
+        legend=_legend(lines, between, marks),
     )
-
-
-def _dot(x: float, y: float, index: int) -> str:
-    return f'<circle class="point{index}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>'
 
 
 def _range(line: Line, unit: str, x_label: str) -> str:
@@ -270,14 +263,10 @@ def _range(line: Line, unit: str, x_label: str) -> str:
     return f"{line.name}: from {number(float(line.y.min()))} to {number(float(line.y.max()))} {unit}"
 
 
-def _legend(
-    lines: Sequence[Line], between: Between | None, window: tuple[float, float] | None, marks: Sequence[Mark]
-) -> tuple[tuple[str, str], ...]:
+def _legend(lines: Sequence[Line], between: Between | None, marks: Sequence[Mark]) -> tuple[tuple[str, str], ...]:
     """Names of what is drawn; none for a single unmarked curve, whose name the title is."""
     entries = [(f"key{index}", line.name) for index, line in enumerate(lines)]
     if between:
         entries.append(("keybetween", between.name))
     entries += [(f"keymark keymark{index}", mark.name) for index, mark in enumerate(marks)]
-    if window:
-        entries.append(("keywindow", "steady window"))
     return () if len(entries) == 1 else tuple(entries)

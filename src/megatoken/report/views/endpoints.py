@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatoken.report.blocks import Badge, Block, Cell, Column, Table
-from megatoken.report.curves import Label, Line, Mark, line_chart
+from megatoken.report.curves import line_chart
 from megatoken.report.documents import Document
+from megatoken.report.plots import Label, Line, Mark
 from megatoken.report.scales import top_of
 from megatoken.text import ABSENT, precise
 

@@ -10,7 +10,8 @@ import numpy as np
 from megatoken.analysis.goodput import goodput, within_limits
 from megatoken.analysis.statistics import Samples
 from megatoken.report.blocks import Block, Column, Figure, Table
-from megatoken.report.curves import MAX_POINTS, Line, Mark, line_chart
+from megatoken.report.curves import MAX_POINTS, line_chart
+from megatoken.report.plots import Line, Mark
 from megatoken.runs.run import Run
 from megatoken.text import precise
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatoken.report.blocks import Column, Figure, Table
-from megatoken.report.curves import Label, Line, line_chart
+from megatoken.report.curves import line_chart
 from megatoken.report.documents import Document
+from megatoken.report.plots import Label, Line
 from megatoken.report.scales import top_of
 from megatoken.text import precise
 

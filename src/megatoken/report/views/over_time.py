@@ -1,17 +1,20 @@
-"""A run over time: total and per-node rates, samples, engine utilisation, power and clocks."""
+"""A run over time: total and per-node rates, latencies, events, samples, engine utilisation, power and clocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatoken.analysis.series import gpu_errors, numbers, tokens_from_start, totals_over_time
+from megatoken.analysis.statistics import Samples
 from megatoken.hardware.nvml import HARMFUL_REASONS, words_of
 from megatoken.report.blocks import Figure
-from megatoken.report.curves import Between, Mark, level, rate, stairs, time_chart
+from megatoken.report.curves import FAR_LIMIT, level, panels_chart, rate, stairs, time_chart
+from megatoken.report.plots import Between, Line, Mark, Panel
 from megatoken.report.scales import Floats
+from megatoken.report.views.goodput import Limits
 from megatoken.runs.run import Run
 from megatoken.text import is_number, number
 
@@ -32,9 +35,11 @@ STALLS = (
     ("for a disk", "disk_stalled_share"),
 )
 MOST_EVENTS = 8  # marked on the chart; tables have all of them
+GROUP, MOST_GROUPS = 5, 60  # samples of a group at least, and groups on a chart
+SHORTEST_PAUSE_SECONDS, USUAL_GAPS = 5.0, 4.0
 
 
-def time_figures(run: Run) -> Iterator[Figure]:
+def time_figures(run: Run, samples: Samples, limits: Sequence[Limits]) -> Iterator[Figure]:
     """Charts of ``series.parquet``; none where it has fewer than two rows."""
     if len(run.series) < 2:
         return
@@ -42,17 +47,18 @@ def time_figures(run: Run) -> Iterator[Figure]:
     times, tokens, in_flight, waiting, tokens_of_step, budget, pages_free, pages = totals_over_time(run.series, columns)
     average = run.result.get("output_tokens_per_second")
     window = run.result.get("steady_window_seconds")
-    yield time_chart(
-        "Output tokens over time",
+    output = Panel(
         "tokens/s",
-        [rate("each second", times, tokens)],
+        [rate("output tokens each second", times, tokens)],
+        [Mark(f"completed samples, average {number(average)} tokens/s", average)] if average else [],
+        title="Output, tokens/s",
+    )
+    happened = [*events(run.result), *pauses(times), *hardware_events(run.series)]
+    yield panels_chart(
+        "Throughput and latency over time",
+        [output, *_latency_panels(samples, limits, offline=run.result.get("scenario") == "offline")],
         window=(window[0], window[1]) if window else None,
-        marks=[
-            *([Mark(f"completed samples, average {number(average)}", average)] if average else []),
-            *events(run.result),
-            *hardware_events(run.series),
-        ],
-        wide=True,
+        events=sorted(happened, key=lambda mark: mark.at)[:MOST_EVENTS],
     )
     yield from _nodes(run.series)
     yield time_chart("Samples being computed", "samples", [level("samples", times, in_flight - waiting)])
@@ -69,18 +75,64 @@ def time_figures(run: Run) -> Iterator[Figure]:
     yield from _telemetry(run.series)
 
 
-def events(result: Mapping[str, Any]) -> Iterator[Mark]:
-    """What happened to the run, as marks on the axis of time: replicas lost and joined, pauses of a soak."""
-    rack, soak = result.get("rack"), result.get("soak")
-    happened = [
-        *((one, f"lost: {one.get('node')}") for one in _records(rack, "lost")),
-        *((one, f"joined: {one.get('node')}") for one in _records(rack, "joined")),
-        *((one, f"resumed after {number(one.get('gap_seconds'))} s") for one in _records(soak, "interruptions")),
+def _latency_panels(samples: Samples, limits: Sequence[Limits], *, offline: bool) -> Iterator[Panel]:
+    """TTFT and TPOT of groups of completed samples, in the order in which they had their first or last token."""
+    done = samples.only(samples.completed & np.isfinite(samples.first))
+    latencies = [
+        ("Time per output token", "ms", done.last, 1000 * done.tpot, [(one.name, one.tpot_seconds) for one in limits])
     ]
-    for one, name in happened[:MOST_EVENTS]:
+    if not offline:
+        firsts = [(one.name, one.ttft_seconds) for one in limits]
+        latencies.insert(0, ("Time to first token", "s", done.first, done.ttft, firsts))
+    for title, unit, ends, values, known in latencies:
+        scale = 1000 if unit == "ms" else 1
+        there = np.isfinite(values)
+        if (count := min(MOST_GROUPS, int(there.sum()) // GROUP)) < 2:
+            continue
+        order = np.argsort(ends[there], kind="stable")
+        groups = list(zip(*(np.array_split(one[there][order], count) for one in (ends, values)), strict=True))
+        x = np.array([float(group.mean()) for group, _ in groups])
+        highest = np.array([float(group.max()) for _, group in groups])
+        drawn, beyond = [], []
+        for name, seconds in known:
+            if seconds is not None:
+                text = f"{scale * seconds:g} {unit}"
+                if scale * seconds <= FAR_LIMIT * float(highest.max()):
+                    drawn.append(Mark(f"{name}, {text}", scale * seconds, sign=f"limit {text}"))
+                else:
+                    beyond.append(f"{name}, {text}, beyond the axis")
+        yield Panel(
+            unit,
+            [Line("median of a group", x, np.array([float(np.median(group)) for _, group in groups])),
+             Line("highest of a group", x, highest)],
+            drawn,
+            title=f"{title}, {unit}",
+            beyond=beyond,
+            first_key=1,
+        )  # fmt: skip
+
+
+def events(result: Mapping[str, Any]) -> Iterator[Mark]:
+    """What happened to the run, as marks on the axis of time: replicas lost and joined, a soak that went on later."""
+    rack, stops = result.get("rack"), _records(result.get("soak"), "interruptions")
+    happened = [
+        *((one, f"{one.get('node')} lost") for one in _records(rack, "lost")),
+        *((one, f"{one.get('node')} joined") for one in _records(rack, "joined")),
+        *((one, f"stopped, resumed after {number(one.get('gap_seconds'))} s") for one in stops),
+    ]
+    for one, name in happened:
         at = one.get("at_seconds")
         if is_number(at) and at >= 0:
-            yield Mark(f"{name} at {number(float(at))} s", float(at), upright=True)
+            yield Mark(f"{name} at {number(float(at))} s", float(at), upright=True, event=True)
+
+
+def pauses(times: Floats) -> Iterator[Mark]:
+    """Gaps between the ``times`` [N] of readings, of which one is due each second: process or machine stood still."""
+    gaps = np.diff(times)
+    longest = max(SHORTEST_PAUSE_SECONDS, USUAL_GAPS * float(np.median(gaps))) if len(gaps) else 0.0
+    for at, gap in zip(times[:-1].tolist(), gaps.tolist(), strict=True):
+        if gap > longest:
+            yield Mark(f"no reading for {number(gap)} s from {number(at)} s", at, upright=True, event=True)
 
 
 def hardware_events(series: pa.Table) -> list[Mark]:
@@ -93,7 +145,7 @@ def hardware_events(series: pa.Table) -> list[Mark]:
     for error in gpu_errors(series):
         began.setdefault(f"{error['kind']}, {error['replica']}", error["begins_seconds"])
     first = sorted(began.items(), key=lambda item: item[1])[:MOST_EVENTS]
-    return [Mark(f"{name}, from {number(at)} s", at, upright=True) for name, at in first]
+    return [Mark(f"{name} from {number(at)} s", at, upright=True, event=True) for name, at in first]
 
 
 def _records(part: object, name: str) -> list[Mapping[str, Any]]:

@@ -20,9 +20,9 @@ from megatoken.analysis.statistics import (
 )
 from megatoken.planning.run_price import judge_run, request_price
 from megatoken.report.bars import Dot, dot_chart
-from megatoken.report.blocks import Block, Column, Facts, Figure, Headline, Points, Table, Terms, View, section
+from megatoken.report.blocks import Block, Cards, Column, Facts, Figure, Headline, Points, Table, Terms, View, section
 from megatoken.report.blocks import Verdict as VerdictBlock
-from megatoken.report.curves import Mark, distribution_chart
+from megatoken.report.curves import histogram_chart
 from megatoken.report.metrics import (
     NOT_VERIFIED,
     PERCENTILES,
@@ -37,6 +37,7 @@ from megatoken.report.metrics import (
     names_mlperf,
     verdict_badge,
 )
+from megatoken.report.plots import Mark
 from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks, limits_of
@@ -82,7 +83,7 @@ def run_view(run: Run) -> View:
     terms = DEFINITIONS | {"First and last token": f"Counted from: {latency_origin(str(run.result.get('scenario')))}."}
     sections = (
         section("Rate search", *search_blocks(run.result)),
-        section("Over time", *time_figures(run)),
+        section("Over time", *time_figures(run, samples, limits_of(run))),
         section("Over samples", *_sample_figures(run, samples)),
         section("Numbers", *_metrics(run)),
         section("Goodput", *goodput_blocks(run, samples)),
@@ -149,25 +150,29 @@ def _summary(run: Run) -> Iterator[Block]:
         yield Points("Notes:", tuple(("", note["message"]) for note in notes))
 
 
-def _at_a_glance(run: Run) -> Iterator[Table]:
-    """What a buyer asks of these prompts on this machine: rate, slowest answers, price; each with its arithmetic."""
+def _at_a_glance(run: Run) -> Iterator[Cards]:
+    """What a buyer asks of these prompts on this machine: slowest answers, price; each with its arithmetic."""
     result = run.result
-    rate, seconds = result.get("output_tokens_per_second"), result.get("rated_seconds")
-    if not rate:
+    if not result.get("output_tokens_per_second"):
         return
-    tokens = f"{number(result.get('output_tokens'))} output tokens in {number(seconds)} s"
-    rows = [("Output rate", f"{number(rate)} tokens/s", "" if result.get("scenario") == SOAK else tokens)]
-    for label, name in (("Time to first token", "ttft_seconds"), ("Time per output token", "tpot_seconds")):
+    cards = []
+    for label, name, unit in (
+        ("Time to first token", "ttft_seconds", "s"),
+        ("Time per output token", "tpot_seconds", "ms"),
+    ):
         row = result.get(name) or {}
         if is_number(row.get("p99")) and not (name == "ttft_seconds" and result.get("scenario") == "offline"):
             few = "; too few for 99 % confidence" if "p99" in row.get("unreliable", ()) else ""
-            rows.append((f"{label}, p99", f"{precise(row['p99'])} s", f"of {number(row.get('samples'))} values{few}"))
+            value = f"{number(row['p99'] * (1000 if unit == 'ms' else 1))} {unit}"
+            cards.append((f"{label}, p99", value, f"of {number(row.get('samples'))} values{few}"))
     if price := request_price(run):
-        rows.append(("Price of a request", f"${precise(price.dollars)}", price.formula))
+        cards.append(("Price of a request", f"${precise(price.dollars)}", price.formula))
     else:
-        how = "give the price of the machine: dollars_per_hour / (3,600 s x requests/s)"
-        rows.append(("Price of a request", "unknown", f"{how}; {precise(result.get('samples_per_second'))} requests/s"))
-    yield Table("These prompts on this machine", (Column("Question"), Column("Answer"), Column("How")), tuple(rows))
+        cards.append(("Price of a request", "unknown", "--dollars-per-hour gives the price of the machine"))
+    if is_number(rate := result.get("samples_per_second")):
+        tokens = f"{number(result.get('output_tokens'))} output tokens in {number(result.get('rated_seconds'))} s"
+        cards.append(("Requests", f"{number(rate)}/s", "" if result.get("scenario") == SOAK else tokens))
+    yield Cards(tuple(cards))
 
 
 def _points(title: str, reasons: list[Reason]) -> Points:
@@ -237,12 +242,12 @@ def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
         for one in known
         if one.ttft_seconds is not None and not offline
     ]
-    yield distribution_chart("First token", "s", [("samples", done.ttft)], x_label=since, limits=ttft)
-    yield distribution_chart("Last token", "s", [("samples", done.last - done.scheduled)], x_label=since)
+    yield histogram_chart("First token", "s", [("samples", done.ttft)], x_label=since, limits=ttft)
+    yield histogram_chart("Last token", "s", [("samples", done.last - done.scheduled)], x_label=since)
     tpot = done.tpot[np.isfinite(done.tpot)]
     if len(tpot) > 1:
         milliseconds = [(one.name, 1000 * one.tpot_seconds) for one in known if one.tpot_seconds is not None]
-        yield distribution_chart(
+        yield histogram_chart(
             "Time per output token",
             "ms",
             [("samples", 1000 * tpot)],
@@ -251,7 +256,7 @@ def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
             limits=[Mark(f"{name}, {limit:g} ms", limit, upright=True) for name, limit in milliseconds],
         )
     lengths = [("input", done.input_tokens), ("output", done.output_tokens)]
-    yield distribution_chart("Lengths of the samples", "tokens", lengths, x_label="tokens")
+    yield histogram_chart("Lengths of the samples", "tokens", lengths, x_label="tokens")
 
 
 def _nodes(run: Run) -> Iterator[Block]:
