@@ -12,6 +12,7 @@ import pytest
 
 from cli_results import RACK, hostile_paths, refused, two_runs
 from cli_support import TIMEOUT_SECONDS, call, call_here, redirected, started
+from run_folders import run_folder
 
 SQL = "select run, verdict, output_tokens from runs order by run"
 
@@ -85,6 +86,23 @@ def test_runs_as_csv(tmp_path_factory: pytest.TempPathFactory) -> None:
         result = json.loads((run / "result.json").read_text())
         assert row["verdict"] == result["verdict"]
         assert float(row["output_tokens_per_second"]) == result["output_tokens_per_second"]
+
+
+def test_the_latest_runs_against_a_chosen_baseline(tmp_path: Path) -> None:
+    slow, *others = [
+        run_folder(tmp_path / "runs", f"{day:02}", "host", f"2026-11-{day:02}T09:00:00Z", seconds=seconds)
+        for day, seconds in ((4, 20.0), (1, 10.0), (2, 10.1), (3, 9.9))
+    ]
+    code, stdout, err = call_here("report", tmp_path / "runs", "--baseline", others[0].path)
+    assert (code, err) == (3, "")
+    verdict = stdout.splitlines()[-1]
+    assert verdict.startswith("regression: tiny bf16 offline host: Rate 5.5 tokens/s; the baseline 01, 11, puts")
+    page = (tmp_path / "runs" / "index.html").read_text()
+    assert "1 regression against the baseline 01 in the 1 of 1 group" in page
+    shutil.rmtree(slow.path)
+    code, stdout, _ = call_here("report", tmp_path / "runs", "--baseline", others[0].path)
+    assert (code, stdout.splitlines()[-1].split(":")[0]) == (0, "within the spread")
+    assert "--baseline: give no --csv" in refused("report", tmp_path / "runs", "--baseline", slow.path, "--csv")
 
 
 def test_questions_that_have_no_answer(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:

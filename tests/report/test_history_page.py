@@ -10,7 +10,8 @@ import pytest
 from pages import parsed, table_rows, words
 
 from megatoken.analysis.history import history, next_run_interval
-from megatoken.report import write_report
+from megatoken.errors import UsageError
+from megatoken.report import check_lines, write_report
 from run_folders import run_folder
 
 NOVEMBER = "2026-11-{:02}T09:00:00Z"
@@ -65,6 +66,40 @@ def test_two_runs_and_other_settings_are_not_checked(make_history):
     (group,) = history(runs, "runs").groups
     assert group.checks == ()
     assert group.why == "needs 2 earlier runs of equal settings, has 1"
+
+
+def test_a_chosen_baseline_alone_has_the_spread_of_earlier_runs(make_history):
+    runs = make_history(10.0, 10.2, 9.9, 10.1, 10.5)
+    rates = [run.result["output_tokens_per_second"] for run in runs]
+    (group,) = history(runs, "runs", [runs[0]]).groups
+    (check,) = group.checks
+    deviation = statistics.stdev([math.log(rate) for rate in rates[:4]])
+    margin = 3.182446 * deviation * math.sqrt(2)  # t(0.975; 3), from a table
+    assert check.earlier == (rates[0],)
+    assert math.log(check.low) == pytest.approx(math.log(rates[0]) - margin, abs=1e-6)
+    assert check.outcome == ("regression" if math.log(rates[4] / rates[0]) < -margin else "within the spread")
+    assert "within the spread" in next(check_lines(history(runs, "runs", [runs[0]])))
+
+
+def test_a_baseline_of_repeats_has_its_own_spread_and_code_may_differ(make_history, tmp_path):
+    baseline = [run_folder(tmp_path / "base", f"{n:03}", "host", NOVEMBER.format(n), seconds=10.0 + n / 100)
+                for n in (1, 2, 3)]  # fmt: skip
+    runs = make_history(9.0, 8.9, 12.0)
+    runs[-1].environment["source"] = {"revision": "later"}
+    found = history(runs, "runs", baseline)
+    assert [check.outcome for check in found.groups[0].checks] == ["regression"]
+    assert found.baseline == "001, 002, 003"
+    assert len(found.groups[0].checks[0].earlier) == 3
+
+
+def test_a_baseline_of_other_settings_is_refused_and_one_run_shows_no_spread(make_history):
+    old, new = make_history(10.0, 11.0)
+    (group,) = history([old, new], "runs", [old]).groups
+    assert group.checks == () and group.why.startswith("0.909 of the baseline's rate; a second earlier run")
+    assert history([old], "runs", [old]).groups[0].why == "all runs are the baseline"
+    old.config["samples"] = 5
+    with pytest.raises(UsageError, match="the nearest differs in samples; choose another --baseline"):
+        history([new], "runs", [old])
 
 
 def test_another_machine_is_another_group(make_history):

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.analysis.comparison import CONFIDENCE, student_t
+from megatoken.analysis.lookup import names_of
 from megatoken.analysis.machine import simulated_gpu
 from megatoken.analysis.repeats import setting
+from megatoken.errors import UsageError
 from megatoken.runs.run import Run, Verdict
 from megatoken.text import is_number
 
@@ -45,11 +47,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The latest run's value under ``name`` against earlier runs of equal settings.
+    """The latest run's value under ``name`` against earlier runs of equal settings, or against a baseline.
 
     ``low`` to ``high`` is where one more run lies with a confidence of 95 % if nothing changed:
     exp(m ± t(0.975; n - 1) · s · √(1 + 1/n)), m and s the mean and the standard deviation (with n - 1) of the
-    logarithms of the ``earlier`` values. ``outcome`` is better, regression or within the spread.
+    logarithms of the ``earlier`` values. For a baseline of one run, m is its logarithm, s that of all n earlier runs,
+    and the root is √2. ``outcome`` is better, regression or within the spread.
     """
 
     name: str
@@ -71,15 +74,20 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All runs of a folder, newest first, and their groups."""
+    """All runs of a folder, newest first, their groups, and the name of the baseline, empty without one."""
 
     name: str
     entries: tuple[Entry, ...]
     groups: tuple[Group, ...]
+    baseline: str = ""
 
 
-def history(runs: Sequence[Run], name: str) -> History:
-    """The history of ``runs``, in any order."""
+def history(runs: Sequence[Run], name: str, baseline: Sequence[Run] = ()) -> History:
+    """The history of ``runs``, in any order; the latest of each group is checked against ``baseline`` if one is given.
+
+    Raises:
+        UsageError: no group has the settings of the baseline.
+    """
     # Runs that ended in the same second stand in the order in which they began.
     times = ("created_at", "started_at")
     ordered = sorted(runs, key=lambda run: (*(_text(run.result.get(time)) for time in times), run.path))
@@ -88,11 +96,14 @@ def history(runs: Sequence[Run], name: str) -> History:
     for run in ordered:
         if run.verdict is not Verdict.INTERRUPTED:
             groups.setdefault(entries[run.path].group, []).append(run)
-    return History(
-        name,
-        tuple(reversed(entries.values())),
-        tuple(_group(members, [entries[run.path] for run in members]) for members in groups.values()),
-    )
+    found = []
+    for members in groups.values():
+        own = [entries[run.path] for run in members]
+        found.append(_against(baseline, members, own) if baseline else _group(members, own))
+    if baseline and not any(_same_test(baseline[0], members[-1]) for members in groups.values()):
+        raise UsageError(_no_such_settings(baseline[0], [members[-1] for members in groups.values()]))
+    names = names_of([run.path for run in baseline])
+    return History(name, tuple(reversed(entries.values())), tuple(found), ", ".join(names))
 
 
 def entry_of(run: Run) -> Entry:
@@ -128,10 +139,36 @@ def _group(runs: Sequence[Run], entries: Sequence[Entry]) -> Group:
     same = [entry for run, entry in zip(before, entries, strict=False) if _same_test(run, latest)]
     if len(same) < 2:
         return Group(tuple(entries), (), f"needs 2 earlier runs of equal settings, has {len(same)}")
-    offline = entries[-1].scenario == "offline"  # whose latencies follow from the rate
-    names = ["output_tokens_per_second", *([] if offline else ["ttft_p99_seconds", "tpot_p99_seconds"])]
-    checks = tuple(_checks(names, same, entries[-1]))
+    checks = tuple(_checks(same, same, entries[-1]))
     return Group(tuple(entries), checks, "" if checks else "the runs state no rate")
+
+
+def _against(baseline: Sequence[Run], runs: Sequence[Run], entries: Sequence[Entry]) -> Group:
+    """The group of ``runs`` with the latest that is not part of the baseline checked against it."""
+    chosen = {run.path.resolve(): run for run in baseline}
+    later = [index for index, run in enumerate(runs) if run.path.resolve() not in chosen]
+    if not later:
+        return Group(tuple(entries), (), "all runs are the baseline")
+    latest = later[-1]
+    if not _same_test(baseline[0], runs[latest]):
+        return Group(tuple(entries), (), "the baseline has other settings")
+    centre = [entry_of(run) for run in chosen.values()]
+    spread = {run.path.resolve(): run for run in (*baseline, *runs[:latest]) if _same_test(run, runs[latest])}
+    checks = tuple(_checks(centre, [entry_of(run) for run in spread.values()], entries[latest]))
+    if checks:
+        return Group(tuple(entries), checks, "")
+    now, before = (one.output_tokens_per_second for one in (entries[latest], centre[0]))
+    ratio = f"{now / before:.3f} of the baseline's rate; " if now and before else ""
+    return Group(tuple(entries), (), f"{ratio}a second earlier run of equal settings would show the spread")
+
+
+def _no_such_settings(baseline: Run, latest: Sequence[Run]) -> str:
+    """What keeps the nearest group from being compared."""
+    wanted = setting(baseline)
+    found = [[key for key, value in setting(run).items() if key != CODE and value != wanted[key]] for run in latest]
+    nearest = min(found, key=len, default=[])
+    what = f"; the nearest differs in {', '.join(nearest)}" if nearest else ""
+    return f"{baseline.path}: no runs have the settings of this baseline{what}; choose another --baseline"
 
 
 def _same_test(run: Run, latest: Run) -> bool:
@@ -139,23 +176,37 @@ def _same_test(run: Run, latest: Run) -> bool:
     return all(value == wanted[key] for key, value in setting(run).items() if key != CODE)
 
 
-def _checks(names: Sequence[str], earlier: Sequence[Entry], latest: Entry) -> Iterator[Check]:
-    for name in names:
-        values = tuple(value for entry in earlier if (value := getattr(entry, name)) is not None and value > 0)
+def _checks(centre: Sequence[Entry], earlier: Sequence[Entry], latest: Entry) -> Iterator[Check]:
+    """Checks of ``latest`` against ``centre``; one run alone has the spread of the ``earlier`` ones."""
+    offline = latest.scenario == "offline"  # whose latencies follow from the rate
+    for name in ("output_tokens_per_second", *(() if offline else ("ttft_p99_seconds", "tpot_p99_seconds"))):
+        middle, values = _values(centre, name), _values(earlier, name)
         now = getattr(latest, name)
-        if len(values) > 1 and now is not None:
-            low, high = next_run_interval(values)
+        if middle and len(values) > 1 and now is not None:
+            low, high = next_run_interval(middle) if len(middle) > 1 else next_to(middle[0], values)
             outcome = WITHIN
             if not low <= now <= high:
                 outcome = BETTER if (now > high) == name.endswith("per_second") else WORSE
-            yield Check(name, now, values, low, high, outcome)
+            yield Check(name, now, middle, low, high, outcome)
+
+
+def _values(entries: Sequence[Entry], name: str) -> tuple[float, ...]:
+    return tuple(value for entry in entries if (value := getattr(entry, name)) is not None and value > 0)
 
 
 def next_run_interval(values: Sequence[float]) -> tuple[float, float]:
     """Where one more value like these, two or more above zero, lies with a confidence of 95 %; the formula of Check."""
-    logarithms = [math.log(value) for value in values]
-    centre, count = statistics.fmean(logarithms), len(values)
-    margin = student_t(0.5 + CONFIDENCE / 2, count - 1) * statistics.stdev(logarithms) * math.sqrt(1 + 1 / count)
+    return _interval(statistics.fmean(map(math.log, values)), values, 1 + 1 / len(values))
+
+
+def next_to(baseline: float, values: Sequence[float]) -> tuple[float, float]:
+    """The same next to one run, whose own deviation counts too; ``values``, two or more, show how far runs vary."""
+    return _interval(math.log(baseline), values, 2.0)
+
+
+def _interval(centre: float, values: Sequence[float], variances: float) -> tuple[float, float]:
+    deviation = statistics.stdev(map(math.log, values))
+    margin = student_t(0.5 + CONFIDENCE / 2, len(values) - 1) * deviation * math.sqrt(variances)
     rounding = 1e-9  # equal values give an interval of no width, in which they must lie
     return math.exp(centre - margin - rounding), math.exp(min(centre + margin + rounding, 700.0))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -15,12 +15,18 @@ from megatoken.cli.flags import flag, place
 from megatoken.cli.streams import complain, standard_output
 from megatoken.errors import ExitCode, UsageError
 
+if TYPE_CHECKING:
+    from megatoken.runs.run import Run
+
 _Answer = TypeVar("_Answer")
 
 
 def report(
     paths: Annotated[list[Path], place("PATH", "Run folders, folders of run folders, saved result documents.")],
     out: Annotated[Path | None, flag("FILE.html", "Write the page to this file, not next to PATH.")] = None,
+    baseline: Annotated[
+        Path | None, flag("RUN", "Check the latest run of each group against this run or folder of repeats.")
+    ] = None,
     sql: Annotated[
         str | None, flag("SQL", "Run a SELECT over the run folders and print the result.", "--query")
     ] = None,
@@ -30,7 +36,12 @@ def report(
     json_only: Annotated[bool, typer.Option("--json", help="Print the result of --query as JSON.")] = False,
     matrix: Annotated[bool, typer.Option("--matrix", help="Print what ran where: models by targets.")] = False,
 ) -> int:
-    """Rebuild reports, list runs as CSV, or query them with SQL."""
+    """Rebuild reports, list runs as CSV, or query them with SQL.
+
+    With --baseline, exit code 3 if a run is worse than the baseline.
+    """
+    if baseline is not None and (csv or sql is not None):
+        raise UsageError("--baseline: give no --csv and no --query")
     if sql is not None:
         if out is not None or matrix or (csv and json_only):
             raise UsageError("--query: give at most one of --csv and --json, no --out and no --matrix")
@@ -51,13 +62,30 @@ def report(
     if out is not None and len(paths) > 1:
         raise UsageError("--out names one page; give only one PATH")
 
+    from megatoken.analysis.repeats import read_repeats_in
     from megatoken.report import write_reports
 
+    chosen = read_repeats_in(baseline) if baseline is not None else []
     for path in paths:
-        for page in write_reports(path, out):
+        for page in write_reports(path, out, baseline=chosen):
             with standard_output(f"the page is {page}"):
                 print(page)
-    return ExitCode.OK
+    return _check(paths, chosen) if chosen else ExitCode.OK
+
+
+def _check(paths: list[Path], baseline: list[Run]) -> int:
+    """Print how the latest runs compare with the baseline; the exit code says whether one is worse."""
+    from megatoken.analysis.history import WORSE, history
+    from megatoken.analysis.lookup import read_runs
+    from megatoken.report import check_lines
+
+    runs = {run.path: run for path in paths for run in read_runs(path)}
+    found = history(list(runs.values()), "", baseline)
+    with standard_output():
+        for line in check_lines(found):
+            print(line)
+    worse = any(check.outcome == WORSE for group in found.groups for check in group.checks)
+    return ExitCode.INVALID if worse else ExitCode.OK
 
 
 def _show_matrix(paths: list[Path], out: Path | None) -> None:

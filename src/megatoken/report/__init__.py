@@ -10,12 +10,13 @@ from megatoken.report.files import (
     write_reports,
     write_view,
 )
-from megatoken.report.views.history import history_csv
+from megatoken.report.views.history import check_lines, history_csv
 
 __all__ = [
     "answer_csv",
     "answer_json",
     "answer_table",
+    "check_lines",
     "check_place",
     "history_csv",
     "read_subject",

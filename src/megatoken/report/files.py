@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,16 @@ def write_report(path: Path, out: Path | None = None) -> Path:
     return last
 
 
-def write_reports(path: Path, out: Path | None = None, *, movable: bool = True) -> Iterator[Path]:
+def write_reports(
+    path: Path, out: Path | None = None, *, baseline: Sequence[Run] = (), movable: bool = True
+) -> Iterator[Path]:
     """Rebuild the pages on ``path`` and yield the path of each.
 
     The page of a run folder is ``report.html`` in it; that of a saved document, or a folder with one, lies next to it
     under its name. Of a folder with run folders below it: the page of each, and in each folder that ``--repeat`` made
     one on them together, ``repeats.html``; of several runs without such a page on all of them, ``index.html`` in
-    ``path``. ``out`` names another file for the page on all of ``path`` and leaves the other pages alone; ``movable``:
-    the command has a flag ``--out``.
+    ``path``, checked against ``baseline`` if one is given. ``out`` names another file for the page on all of ``path``
+    and leaves the other pages alone; ``movable``: the command has a flag ``--out``.
 
     Raises:
         UsageError: ``path`` cannot be read, or another file has the name of the page.
@@ -65,7 +67,7 @@ def write_reports(path: Path, out: Path | None = None, *, movable: bool = True) 
     if indexed:
         place = out or path / INDEX
         name = path.resolve().name or str(path)
-        yield write_view(place, history_view(history(runs, name), place.parent), movable=movable)
+        yield write_view(place, history_view(history(runs, name, baseline), place.parent), movable=movable)
 
 
 def write_view(place: Path, view: View, *, movable: bool = True) -> Path:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import os
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -35,6 +36,13 @@ CHECK_NOTE = (
     " with a confidence of 95 % is called better or a regression: exp(m ± t(0.975; n - 1) · s · √(1 + 1/n)), m and s"
     " the mean and the standard deviation of the logarithms of the n earlier values. Interrupted runs are left out."
 )
+BASELINE_NOTE = (
+    "The check compares the latest run with the chosen baseline, which must have equal settings. Only a value outside"
+    " the range in which one more run lies with a confidence of 95 % is called better or a regression. Of a baseline of"
+    " several runs the range is exp(m ± t(0.975; n - 1) · s · √(1 + 1/n)), m and s the mean and the standard deviation"
+    " of their n logarithms; of one run, m is its own logarithm, s that of all earlier runs of equal settings, and the"
+    " root is √2."
+)
 SPARK_WIDTH, SPARK_HEIGHT, SPARK_MARGIN = 120, 24, 3
 FOOTER = "Made by megatoken from the run folders; megatoken report rebuilds the page from them."
 
@@ -47,14 +55,16 @@ def history_view(history: History, folder: Path) -> View:
     worse = sum(check.outcome == WORSE for check in checks)
     checked = sum(bool(group.checks) for group in history.groups)
     groups = count_of(len(history.groups), "group")
-    found = f"{count_of(worse, 'regression')} in the {checked:,} of {groups} that can be checked" if checked else ""
-    none = f"None of {groups} can be checked for regressions: no group has three runs of equal settings"
+    against = f" against the baseline {history.baseline}" if history.baseline else ""
+    found = f"{count_of(worse, 'regression')}{against} in the {checked:,} of {groups} that can be checked"
+    why = "no group has three runs of equal settings"
+    none = f"None of {groups} can be checked for regressions{against}: {why}"
     return View(
         f"{count_of(len(history.entries), 'run')} in {history.name}",
         "runs",
-        (Points("", (("", counted), ("", found or none))),),
+        (Points("", (("", counted), ("", found if checked else none))),),
         (
-            section("History", _groups(history.groups)),
+            section("History", _groups(history)),
             section("Runs", _runs(history.entries, folder), Download("runs.csv", history_csv(history.entries))),
         ),
         FOOTER,
@@ -100,7 +110,17 @@ def _link(entry: Entry, folder: Path) -> Cell:
     return (Link(entry.path.name, quote(os.fsencode(address))),)
 
 
-def _groups(groups: Sequence[Group]) -> Table:
+def check_lines(history: History) -> Iterator[str]:
+    """Each checked group as one line for a terminal: what it is, and each outcome with its figures."""
+    for group in history.groups:
+        name = " ".join(filter(None, group.entries[-1].group))
+        if not group.checks:
+            yield f"not checked: {name}: {group.why}"
+        for check in group.checks:
+            yield f"{check.outcome}: {name}: {_figures(check, history.baseline)}"
+
+
+def _groups(history: History) -> Table:
     heads = ("Model", "Precision", "Scenario", "Machine")
     columns = (
         *map(Column, heads),
@@ -108,7 +128,7 @@ def _groups(groups: Sequence[Group]) -> Table:
         Column("Rates, oldest first"),
         Column("Latest", "tokens/s", numeric=True),
         Column("Verdict"),
-        Column("Latest against earlier runs"),
+        Column("Latest against the baseline" if history.baseline else "Latest against earlier runs"),
     )
     rows = tuple(
         (
@@ -117,27 +137,32 @@ def _groups(groups: Sequence[Group]) -> Table:
             _spark(group.entries),
             _scaled(group.entries[-1], "output_tokens_per_second"),
             verdict_badge(group.entries[-1].verdict),
-            _outcome(group),
+            _outcome(group, history.baseline),
         )
-        for group in groups
+        for group in history.groups
     )
-    return Table("Groups", columns, rows, note=CHECK_NOTE, sortable=True)
+    note = BASELINE_NOTE if history.baseline else CHECK_NOTE
+    return Table("Groups", columns, rows, note=note, sortable=True)
 
 
-def _outcome(group: Group) -> Cell:
+def _outcome(group: Group, baseline: str) -> Cell:
     if not group.checks:
         return (Badge("not checked", "quiet"), Words(group.why, "quiet"))
     return tuple(
         part
         for check in group.checks
-        for part in (Badge(check.outcome, TONES.get(check.outcome, "plain")), Words(_figures(check), "quiet"))
+        for part in (Badge(check.outcome, TONES.get(check.outcome, "plain")), Words(_figures(check, baseline), "quiet"))
     )
 
 
-def _figures(check: Check) -> str:
+def _figures(check: Check, baseline: str) -> str:
     name, unit, factor = NUMBERS[check.name]
     latest, low, high = (precise(factor * value) for value in (check.latest, check.low, check.high))
-    return f"{name} {latest} {unit}; {len(check.earlier):,} earlier runs put the next one between {low} and {high}"
+    by = f"{len(check.earlier):,} earlier runs put"
+    if baseline:
+        middle = precise(factor * statistics.geometric_mean(check.earlier))
+        by = f"the baseline {baseline}, {middle}, puts"
+    return f"{name} {latest} {unit}; {by} the next one between {low} and {high}"
 
 
 def _spark(entries: Sequence[Entry]) -> Cell:
