@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,26 @@ def test_every_family_of_checks_and_every_check_of_a_run_folder_is_listed() -> N
     assert listed["ids"] == {f"{family}.*" for family in FAMILIES}
     assert listed["id"] == {id_ for id_ in CHECKS if id_.startswith("run_folder.")} | of_run_folders
     assert of_run_folders <= CHECKS.keys()
+
+
+def shown(page: str, command: str) -> list[tuple[str, list[str]]]:
+    """The commands of that name on a page, each with the lines of its output that the page shows."""
+    text = (DOCS / page).read_text()
+    blocks = "".join(re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL))
+    parts = [part.splitlines() for part in blocks.split("$ megatoken ")]
+    return [(head, [line for line in lines if line != "..."]) for head, *lines in parts if head.startswith(command)]
+
+
+@pytest.mark.parametrize("command", ["audit", "plan"])
+def test_the_tutorial_shows_what_the_commands_print(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(DOCS.parent)
+    examples = shown("tutorial.md", command)
+    assert examples
+    for typed, lines in examples:
+        _, out, err = call_here(*shlex.split(typed))
+        assert err == ""
+        printed = iter([line.rstrip() for line in out.splitlines()])
+        assert [line for line in lines if line not in printed] == [], typed  # in this order
 
 
 def queueing_runs(folder: Path) -> Iterator[dict[str, Any]]:

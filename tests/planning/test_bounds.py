@@ -1,6 +1,8 @@
 """KV memory and latency bound a plan: formulas of docs/planning.md recomputed, and what must hold for any numbers."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import event, given, settings
@@ -18,6 +20,7 @@ from megatoken.planning.pricing import derating, price
 from megatoken.planning.schedule import Lengths, Replica, curve, find_replica, offline_rate
 from megatoken.planning.throughput import from_number
 from megatoken.planning.workloads import Profile, load_profiles
+from megatoken.text import significant
 
 RAG = load_profiles(names=["rag"])[0]
 DEFAULTS = load_assumptions()
@@ -167,3 +170,14 @@ def test_an_unknown_part_says_that_memory_is_not_checked():
     assert node.replica is None and any("KV memory is not checked" in note for note in node.notes)
     slow = from_number(10, scope="node", accelerators=8, accelerator="H100", assumptions=DEFAULTS)
     assert slow.replica is None and any("--model" in note for note in slow.notes)
+
+
+def test_the_numbers_of_the_documents_rack_are_those_of_the_docs():
+    one = served()
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    stated = text[text.index("The rack of the documents, 1,100,948 tokens/s, serves") :].partition("\n\n")[0]
+    in_flight = one.most_in_flight * one.derated.headroom_share
+    for value in (one.planning, in_flight, one.memory_requests, round(1_100_948.3 / 2500, -1)):
+        assert f" {significant(float(value))} " in f" {' '.join(re.sub('[.`]', ' ', stated).split())} "
+    # 1,677 requests per GPU would take 520 GB of a KV cache where 288 GB exist
+    assert one.most_in_flight / 72 * 2500 * 2 * 80 * 8 * 128 < 288e9

@@ -2,12 +2,17 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import load_assumptions
-from megatoken.planning.commands import Common, FleetFlags, Rate, buy, fleet
+from megatoken.planning.commands import Common, FleetFlags, PowerFlags, Rate, buy, capacity, cost, energy, fleet
+from megatoken.report.blocks import Cards, Figure, Table, text_of
+from megatoken.report.documents import checked
+from megatoken.report.views import document_view
+from megatoken.report.words import WEAK
 
 GB300 = Rate(accelerator="GB300", tokens_per_second=1_100_948.3, per="rack", accelerators=72)
 RAG = Common(profile=("rag",))
@@ -53,6 +58,37 @@ def test_the_title_is_the_answer():
         plan.title.startswith("5,000 seats of rag: 1 rack (18 nodes, 72 x GB300)") and "dollars a month" in plan.title
     )
     assert buy(Rate(accelerator="H200"), RAG, FleetFlags(), seats=5000).results[0].name == "Nodes"
+
+
+def digits(text: str) -> int:
+    """Significant digits of a number that is printed."""
+    return len(re.sub(r"[^0-9]", "", text).lstrip("0").rstrip("0"))
+
+
+def test_no_assumed_number_is_shown_with_more_than_three_digits():
+    plans = [
+        buy(GB300, RAG, FleetFlags(), seats=500_000),
+        cost(GB300, Common(), PowerFlags()),
+        capacity(GB300, Common()),
+        fleet(GB300, RAG, FleetFlags(demand=3_333_333.0, unit="users", curve="office_day")),
+        energy(GB300, RAG, PowerFlags()),
+    ]
+    for plan in plans:
+        weak = {one.name for one in plan.results if one.state in WEAK and isinstance(one.value, float)}
+        view = document_view(checked(plan.to_document()))
+        cards = [card for block in view.summary if isinstance(block, Cards) for card in block.cards]
+        shown = [(name, value) for name, value, _ in cards if name in weak]
+        for section in view.sections:
+            for block in section.blocks:
+                if isinstance(block, Figure) and block.title.startswith("Sensitivity"):
+                    shown += [(row[0], cell) for row in block.data.rows for cell in row[-2:]]
+                elif isinstance(block, Figure) and block.data.columns[-1].name == "State":
+                    shown += [(row[0], row[1]) for row in block.data.rows if row[-1] in WEAK]
+                elif isinstance(block, Table) and block.caption == "Results":
+                    shown += [(text_of(row[0]), cell) for row in block.rows if text_of(row[0]) in weak
+                              for cell in row[1:-1] if isinstance(cell, str) and digits(cell)]  # fmt: skip
+        assert shown
+        assert [one for one in shown if digits(one[1].split(" ")[0]) > 3] == [], plan.kind
 
 
 def test_one_price_in_buy_and_fleet():

@@ -11,7 +11,7 @@ from megatoken.planning.pricing import Derating, Priced
 from megatoken.planning.schedule import Schedule, schedule
 from megatoken.planning.throughput import LIMITS, P99_OVER_MEAN, Throughput
 from megatoken.planning.workloads import Profile
-from megatoken.text import precise
+from megatoken.text import significant
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class Served:
         found = self.schedule
         if found is None:
             return f"bound: {self.bound}"
-        limits = [f"KV memory holds {precise(found.memory_requests)} requests per replica"]
+        limits = [f"KV memory holds {significant(found.memory_requests)} requests per replica"]
         if found.latency_requests is not None:
-            limits.append(f"latency allows {precise(found.latency_requests)}")
+            limits.append(f"latency allows {significant(found.latency_requests)}")
         return f"bound: {self.bound}; {', '.join(limits)}"
 
     @property

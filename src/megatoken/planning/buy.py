@@ -256,6 +256,6 @@ def _title(order: Order, results: Sequence[Result], served: Served) -> str:
     if racks is not None:
         size_text = f"{count_of(round(racks.value or 0), 'rack')} ({size_text})"
     return (
-        f"{order.seats:,} seats of {order.profile.name}: {size_text}, {shown(NEED)} of them needed;"
-        f" {shown(HEADLINE)} dollars a month"
+        f"{order.seats:,} seats of {order.profile.name}: {size_text}, {shown(NEED)} accelerators"
+        f" needed; {shown(HEADLINE)} dollars a month"
     )

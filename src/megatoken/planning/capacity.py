@@ -13,7 +13,7 @@ from megatoken.planning.pricing import Derating, Priced, derating, price, reside
 from megatoken.planning.service_level import Verdict
 from megatoken.planning.throughput import LIMITS, P99_OVER_MEAN, Throughput
 from megatoken.planning.workloads import Profile
-from megatoken.text import precise
+from megatoken.text import precise, significant
 
 
 def plan_capacity(
@@ -177,11 +177,12 @@ def _prefix_cache(served: Sequence[Served]) -> Table:
 def _results(throughput: Throughput, served: Sequence[Served], priced: Priced, derated: Derating) -> list[Result]:
     peak, unit = throughput.output_tokens_per_second, "output tokens/s"
     total, total_state = throughput.total_tokens_per_second, weakest((throughput.state, throughput.mix_state))
-    bound, factors = derated.latency_bound, [precise(factor.value) for factor in derated.factors]
+    bound, factors = derated.latency_bound, [significant(factor.value) for factor in derated.factors]
     per_total = "peak rate x (1 + input tokens per output token)"
+    planning = Result("Planning rate", derated.planning, unit, " x ".join(["peak rate", *factors]), derated.state)
+    answers = list(_of_profiles(served))
     results = [
-        Result("Planning rate", derated.planning, unit, " x ".join(["peak rate", *factors]), derated.state),
-        *_of_profiles(served),
+        *([*reversed(answers), planning] if len(served) == 1 else [planning, *answers]),  # one profile: users first
         Result(
             "Latency-bound rate", bound, unit, " x ".join(["peak rate", *factors[:-1]]), derated.latency_bound_state
         ),

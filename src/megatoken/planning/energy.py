@@ -15,7 +15,7 @@ from megatoken.planning.figures import STATES, Input, Plan, Result, State, Table
 from megatoken.planning.pricing import Prices, price
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile
-from megatoken.text import exact, precise
+from megatoken.text import exact, precise, significant
 from megatoken.yaml_files import Strict
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def plan_energy(
                 "Tokens per joule, site",
                 rate / site.watts,
                 "output tokens/J",
-                f"{precise(rate)} output tokens/s / {precise(site.watts)} W",
+                f"{precise(rate)} output tokens/s / {significant(site.watts)} W",
                 site.state,
             ),
             Result("Power of the site", site.watts / 1e3, "kW", " x ".join(["power", *names[:-1]]), site.state),

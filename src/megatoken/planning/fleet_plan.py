@@ -19,7 +19,7 @@ from megatoken.planning.fleet import MOST_NODES, Size, SupplyClass, fit, nodes_f
 from megatoken.planning.pricing import CEILING, SCHEDULED, derating, interactions_of_users, price
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile
-from megatoken.text import count_of, nearest, precise
+from megatoken.text import count_of, nearest, precise, significant
 from megatoken.yaml_files import LARGEST_FILE_BYTES, Strict
 
 UNITS = {"output-tokens": "output tokens/s", "interactions": "interactions/s", "users": "users"}
@@ -148,7 +148,7 @@ def plan_fleet(
         rows = tuple({**row, "state": burst_state} for row in found)
         tables.append(Table("policies", "Permanent base, burst nodes by the hour", rows, POLICIES_NOTE))
         alone = nodes_for(most, second.rate_per_node)
-        formula_alone = f"ceiling(peak demand / {precise(second.rate_per_node)} {work_unit} per node)"
+        formula_alone = f"ceiling(peak demand / {significant(second.rate_per_node)} {work_unit} per node)"
         results.append(Result("Burst nodes without any base", alone, "nodes", formula_alone, burst_state))
     if 1 < len(levels) <= LONGEST_CURVE_SHOWN:
         tables.append(_curve(demand, levels, base))
@@ -302,7 +302,7 @@ def _price(name: str, supply: Supply, assumptions: Assumptions) -> tuple[float |
 def _results(
     peak: float, unit: str, base: SupplyClass, sized: Size, domain: str, state: State, ceiling: float
 ) -> list[Result]:
-    per_node = f"{precise(base.rate_per_node)} {unit} per node"
+    per_node = f"{significant(base.rate_per_node)} {unit} per node"
     spares = f"for {domain}s that may fail without loss (--spare){', and to whole racks' if base.whole_racks else ''}"
     results = [
         Result("Nodes", sized.nodes, "nodes", "serving nodes + spare nodes", state),

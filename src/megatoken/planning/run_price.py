@@ -30,7 +30,7 @@ from megatoken.planning.energy import energy_of, power_of
 from megatoken.planning.figures import State
 from megatoken.planning.throughput import from_runs
 from megatoken.runs.run import RESULT, Run, read_run
-from megatoken.text import is_number, precise, utc_now
+from megatoken.text import is_number, precise, significant, utc_now
 
 SCHEMA_VERSION = 1
 NO_LIMITS = "no limits to judge by: give --slo FILE, or flags such as --limits.ttft_seconds.p99 2"
@@ -69,7 +69,7 @@ def machine_hour(run: Run, given: float | None = None) -> MachineHour | None:
     if hour is None:
         return None
     dollars, state, _ = hour
-    source = f"{count} x ${precise(dollars)} an hour of {name}, as in megatoken plan cost"
+    source = f"{count} x ${significant(dollars)} an hour of {name}, as in megatoken plan cost"
     return MachineHour(dollars * count, state, source)
 
 

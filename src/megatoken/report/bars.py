@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from megatoken.report.blocks import Column, Figure, Table
 from megatoken.report.scales import WIDTH, box, rule, shortened, text, tick_text, ticks
+from megatoken.report.words import WEAK, figure_text
 from megatoken.text import precise
 
 ROW, BAR = 40, 12
@@ -63,8 +64,8 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> Figure:
     top = max(0.0, *(bar.value for bar in bars)) or 1.0
     parts = []
     for row, bar in enumerate(bars):
-        parts += _bar_row(row, bar.name, bar.state, (0.0, max(bar.value, 0.0) / top * BAR_ROOM), precise(bar.value))
-    words = "; ".join(f"{bar.name}: {precise(bar.value)} {unit} {bar.state}".rstrip() for bar in bars)
+        parts += _bar_row(row, bar.name, bar.state, (0.0, max(bar.value, 0.0) / top * BAR_ROOM), _shown(bar))
+    words = "; ".join(f"{bar.name}: {_shown(bar)} {unit} {bar.state}".rstrip() for bar in bars)
     return _bars_figure(title, unit, parts, bars, words)
 
 
@@ -81,17 +82,19 @@ def waterfall(title: str, unit: str, steps: Sequence[Bar], total: str) -> Figure
     parts = []
     for row, (step, (start, end)) in enumerate(zip(steps, pairwise(reached), strict=True)):
         share = f" · {precise(100 * step.value / whole)} %" if whole > 0 else ""
-        parts += _bar_row(row, step.name, step.state, ends(start, end), precise(step.value) + share)
-    parts += _bar_row(len(steps), total, "", ends(0.0, whole), precise(whole), style="bar sum", weight=" strong")
-    bars = [*steps, Bar(total, whole)]
-    words = "; ".join(f"{bar.name}: {precise(bar.value)} {unit}" for bar in bars)
+        parts += _bar_row(row, step.name, step.state, ends(start, end), _shown(step) + share)
+    weak = next((step.state for step in steps if step.state in WEAK), "")
+    last = figure_text(whole, weak)
+    parts += _bar_row(len(steps), total, "", ends(0.0, whole), last, style="bar sum", weight=" strong")
+    bars = [*steps, Bar(total, whole, weak)]
+    words = "; ".join(f"{bar.name}: {_shown(bar)} {unit}" for bar in bars)
     return _bars_figure(title, unit, parts, bars, words)
 
 
-def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figure:
+def tornado(title: str, unit: str, base: float, swings: Sequence[Swing], state: str = "") -> Figure:
     """The inputs that move a result most, widest first: the result at the low and high value of each, from ``base``.
 
-    The widest ten are drawn; the numbers behind the chart have all.
+    The widest ten are drawn; the numbers behind the chart have all. ``state`` is that of the results.
     """
     swings = sorted(swings, key=lambda swing: -abs(swing.result_high - swing.result_low))
     ends = [base, *(result for swing in swings for result in (swing.result_low, swing.result_high))]
@@ -108,12 +111,12 @@ def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figu
             start, end = sorted((x_at(base), x_at(result)))
             parts.append(_bar(row, start, end, style))
         least, most = sorted((swing.result_low, swing.result_high))
-        parts.append(text(x_at(min(least, base)) - 5, ROW * row + 28, precise(least), "tick end"))
-        parts.append(text(x_at(max(most, base)) + 5, ROW * row + 28, precise(most)))
+        parts.append(text(x_at(min(least, base)) - 5, ROW * row + 28, figure_text(least, state), "tick end"))
+        parts.append(text(x_at(max(most, base)) + 5, ROW * row + 28, figure_text(most, state)))
         parts.append(rule(x_at(base), ROW * row + 15, x_at(base), ROW * row + 33, "mark"))
     height = ROW * len(drawn) + 20
-    parts.append(text(x_at(base), height - 3, f"{precise(base)} at the planned inputs", "tick middle"))
-    results = [(precise(swing.result_low), precise(swing.result_high)) for swing in swings]
+    parts.append(text(x_at(base), height - 3, f"{figure_text(base, state)} at the planned inputs", "tick middle"))
+    results = [tuple(figure_text(end, state) for end in (swing.result_low, swing.result_high)) for swing in swings]
     rows = tuple((swing.name, swing.low, swing.high, *ends) for swing, ends in zip(swings, results, strict=True))
     numeric = tuple(Column(f"Result at {end}", unit, numeric=True) for end in ("low", "high"))
     return Figure(
@@ -121,7 +124,7 @@ def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figu
         unit=unit,
         drawing="".join(parts),
         height=height,
-        description=f"{precise(base)} {unit} at the planned inputs; "
+        description=f"{figure_text(base, state)} {unit} at the planned inputs; "
         + "; ".join(f"{name}: {low} to {high} {unit}" for name, _, _, low, high in rows),
         data=Table(f"{title}, {unit}", (Column("Input"), Column("Low"), Column("High"), *numeric), rows),
         legend=(("keyhatched", "input at its low value"), ("keybar", "input at its high value")),
@@ -168,12 +171,16 @@ def dot_chart(title: str, unit: str, dots: Sequence[Dot], marks: Sequence[tuple[
             title,
             unit,
             "Node",
-            [(dot.name, dot.value) for dot in dots],
+            [(dot.name, precise(dot.value)) for dot in dots],
             "Group",
             ["slow" if dot.apart else "" for dot in dots],
         ),
         legend=(*groups, *keys),
     )
+
+
+def _shown(bar: Bar) -> str:
+    return figure_text(bar.value, bar.state)
 
 
 def _bar_row(
@@ -204,15 +211,15 @@ def _style(state: str) -> str:
 def _bars_figure(title: str, unit: str, parts: Sequence[str], bars: Sequence[Bar], description: str) -> Figure:
     states = {_style(bar.state) for bar in bars if bar.state}
     legend = tuple(words for style, words in KEYS.items() if style in states)
-    data = _data(title, unit, "Name", [(bar.name, bar.value) for bar in bars], "State", [bar.state for bar in bars])
+    data = _data(title, unit, "Name", [(bar.name, _shown(bar)) for bar in bars], "State", [bar.state for bar in bars])
     return Figure(title, unit, "".join(parts), ROW * len(bars), description, data, legend)
 
 
 def _data(
-    title: str, unit: str, name: str, values: Sequence[tuple[str, float]], more: str, words: Sequence[str]
+    title: str, unit: str, name: str, values: Sequence[tuple[str, str]], more: str, words: Sequence[str]
 ) -> Table:
     """The numbers behind a chart, with the column ``more`` where it has any ``words``."""
-    rows: list[tuple[str, ...]] = [(each, precise(value)) for each, value in values]
+    rows: list[tuple[str, ...]] = list(values)
     columns: tuple[Column, ...] = (Column(name), Column("Value", unit, numeric=True))
     if any(words):
         columns, rows = (*columns, Column(more)), [(*row, word) for row, word in zip(rows, words, strict=True)]

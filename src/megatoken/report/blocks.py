@@ -26,6 +26,7 @@ class Words:
 
     text: str
     style: str = ""
+    page_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """A few figures side by side: the name of each, its value, and how it follows."""
+    """A few figures side by side: the name of each, its value, and how it follows; on the page only."""
 
     cards: tuple[tuple[str, str, str], ...]
 
@@ -201,7 +202,12 @@ def text_of(cell: Cell) -> str:
         return clean(cell)
     if isinstance(cell, Badge):
         return clean(cell.word)
-    return "\n".join(clean(part_text(part)) for part in cell)
+    return "\n".join(clean(part_text(part)) for part in on_terminal(cell))
+
+
+def on_terminal(cell: tuple[Part, ...]) -> list[Part]:
+    """The parts of a cell that a terminal shows too."""
+    return [part for part in cell if not (isinstance(part, Words) and part.page_only)]
 
 
 def part_text(part: Part) -> str:

@@ -17,7 +17,6 @@ from megatoken.analysis.limits import overall
 from megatoken.planning.run_price import judge_run, request_price
 from megatoken.report.blocks import (
     Badge,
-    Cards,
     Cell,
     Column,
     Facts,
@@ -28,6 +27,7 @@ from megatoken.report.blocks import (
     Table,
     View,
     Words,
+    on_terminal,
     part_text,
     text_of,
 )
@@ -199,10 +199,6 @@ def _show_block(block: object, console: Console) -> None:
     if isinstance(block, Headline):
         parts = (f"{block.value} {block.unit}".rstrip(), "bold cyan")
         console.print(Text.assemble(parts, f"  {clean(block.quiet)}"), soft_wrap=True)
-    elif isinstance(block, Cards):
-        for name, value, how in block.cards:
-            line = (f"  {clean(name)}: ", (clean(value), "bold"), f"  {clean(how)}")
-            console.print(Text.assemble(*line), soft_wrap=True)
     elif isinstance(block, VerdictBlock):
         badges = [part for badge in block.badges for part in ((clean(badge.word), TONES[badge.tone]), "  ")]
         console.print(Text.assemble(*badges, clean(block.meaning)), soft_wrap=True)
@@ -269,7 +265,7 @@ def _rich(cell: Cell) -> Text:
         _rich(part)
         if isinstance(part, Badge)
         else Text(clean(part_text(part)), style=styles.get(part.style, "") if isinstance(part, Words) else "dim")
-        for part in cell
+        for part in on_terminal(cell)
     ]
     return Text("\n").join(lines)
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatoken.text import ABSENT, is_number, number, precise
+from megatoken.text import ABSENT, is_number, number, precise, significant
 
 LONGEST_TEXT = 2000
+WEAK = ("assumed", "nameplate", "estimate")  # states whose numbers have three significant digits
 ACRONYMS = {
     **{word: word.upper() for word in ("cpu", "cv", "fp4", "fp8", "gpu", "hbm", "id", "json", "kv", "nic", "pue")},
     **{word: word.upper() for word in ("pp", "qps", "slo", "sut", "tdp", "tp", "tpot", "ttft", "url", "vm")},
@@ -56,6 +57,11 @@ def clean(text: str) -> str:
     """``text`` with control characters and lone surrogates replaced, and cut after ``LONGEST_TEXT`` characters."""
     shown = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text):,} characters)"
     return _HARMFUL.sub("�", shown.replace("\r\n", "\n"))
+
+
+def figure_text(value: object, state: str) -> str:
+    """A number of a plan: three significant digits if its state is weak."""
+    return (significant if state in WEAK else precise)(value)
 
 
 def label(key: str) -> tuple[str, str]:

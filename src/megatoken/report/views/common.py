@@ -7,12 +7,11 @@ from typing import Any
 
 from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View, Words, text_of
 from megatoken.report.documents import Document
-from megatoken.report.words import aligned, labelled, plain_text, sentence
-from megatoken.text import ABSENT, is_number, precise, rounded, significant
+from megatoken.report.words import WEAK, aligned, figure_text, labelled, plain_text, sentence
+from megatoken.text import ABSENT, is_number, precise, rounded
 
 COMMON_KEYS = ("kind", "schema_version", "created_at", "title", "inputs", "notes")
 INPUT_KEYS = {"name", "value", "unit", "state", "source", "low", "high"}
-WEAK = ("assumed", "nameplate", "estimate")  # states whose numbers have three significant digits
 TONES = {"verified": "good", "measured": "good"}
 FOOTER = "Made by megatoken from the JSON document next to this page; megatoken report rebuilds the page from it."
 LEGIBLE_ROWS = 500
@@ -28,18 +27,23 @@ def view(
     sections: Iterable[Section],
     known: Iterable[str],
     brief: tuple[Table, ...] = (),
+    *,
+    notes_last: bool = False,
 ) -> View:
-    """A document's view; values under other keys than ``known`` are shown too, so that nothing is lost."""
+    """A document's view; values under other keys than ``known`` are shown too, so that nothing is lost.
+
+    With ``notes_last``, the notes stand after the sections and not above them.
+    """
     notes = document.texts("notes")
-    points = (Points("Notes:", tuple(("", note) for note in notes)),) if notes else ()
+    points = (Points("" if notes_last else "Notes:", tuple(("", note) for note in notes)),) if notes else ()
     rest = document.without([*COMMON_KEYS, *known])
     created = document.text("created_at").replace("T", " ").replace("Z", " UTC")
     evidence = [*_inputs(document), *([Facts("Further values", rest)] if rest else [])]
     return View(
         title=document.text("title", sentence(document.text("kind"))),
         subject=subject,
-        summary=(*summary, *points),
-        sections=(*sections, Section("Inputs", tuple(evidence))),
+        summary=tuple(summary) if notes_last else (*summary, *points),
+        sections=(*sections, *([Section("Notes", points)] if notes_last else []), Section("Inputs", tuple(evidence))),
         footer=FOOTER + (f" The document was written {created}." if created else ""),
         brief=brief,
     )
@@ -159,7 +163,7 @@ def _figures(inputs: list[Document]) -> Table:
 
 def _input_value(one: Document) -> str:
     value = one.values.get("value")
-    return significant(value) if is_number(value) and one.text("state") in WEAK else plain_text(value)
+    return figure_text(value, one.text("state")) if is_number(value) else plain_text(value)
 
 
 def _range(one: Document) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatoken.analysis.comparison import FILES, UNSTATED, Difference
 from megatoken.report.bars import Bar, bar_chart
-from megatoken.report.blocks import Badge, Cell, Column, Figure, Table, View, Words, section
+from megatoken.report.blocks import Badge, Cell, Column, Figure, Points, Table, View, Words, section
 from megatoken.report.documents import Document
 from megatoken.report.views.common import records_table, state_cell, view
 from megatoken.report.words import aligned, plain_text
@@ -19,6 +19,7 @@ BASES = {
     "per_rack": ("Per rack", "per_rack_tokens_per_second"),
     "total": ("Whole system", "output_tokens_per_second"),
 }
+SHOWN_DIFFERENCES = 3  # in the sentence of a pair; the table of ratios has all
 POWER = ("measured_watts", "nameplate_watts", "measured_over_nameplate")
 EFFICIENCY = {"tokens_per_joule_measured": "measured", "tokens_per_joule_nameplate": "nameplate"}
 LONG = (*FILES, "rows_sha256", "data_set_sha256", "shared_with")  # with every ratio where they matter
@@ -35,7 +36,28 @@ def comparison_view(document: Document) -> View:
         section("Figures", *_tables(rows)),
         section("Software", _software(document, rows)),
     )
-    return view(document, "comparison", (), sections, KNOWN)
+    answers = tuple(("", answer) for answer in _answers(document, [row.text("name") for row in rows]))
+    return view(document, "comparison", [Points("", answers)] if answers else [], sections, KNOWN, notes_last=True)
+
+
+def _answers(document: Document, names: list[str]) -> Iterator[str]:
+    """Each pair as one sentence: a ratio that is like for like, else the first and why it is not."""
+    heads = [name.partition(":")[0] for name in names]
+    short = dict(zip(names, heads if len(set(heads)) == len(heads) else names, strict=True))
+    for (of, to), found in _pairs(document).items():
+        known = [found[basis] for basis in (*BASES, *found) if basis in found]
+        alike = [ratio for ratio in known if ratio.flag("like_for_like")]
+        best = (alike or known)[0]
+        basis = best.text("basis")
+        where = "as a whole system" if basis == "total" else BASES.get(basis, (basis, ""))[0].replace("Per", "per")
+        interval = f" ({_interval(best)})" if _interval(best) else ""
+        sentence = (
+            f"{short.get(of, of)} serves {precise(best.number('value'))} times what {short.get(to, to)}"
+            f" does {where}{interval}"
+        )
+        lines = _difference_lines(short.get(of, of), short.get(to, to), _differences(best))
+        why = "; ".join([*lines][:SHOWN_DIFFERENCES])
+        yield f"{sentence}: like for like" if alike else f"{sentence}, but not like for like: {why}"
 
 
 def _figures(rows: list[Document]) -> Iterator[Figure]:
@@ -80,14 +102,20 @@ def _tables(rows: list[Document]) -> Iterator[Table]:
 
 def _ratios(document: Document) -> Table:
     """A row for each pair and a column for each basis."""
-    pairs: dict[tuple[str, str], dict[str, Document]] = {}
-    for ratio in document.parts("ratios"):
-        pairs.setdefault((ratio.text("of"), ratio.text("to")), {})[ratio.text("basis")] = ratio
+    pairs = _pairs(document)
     used = dict.fromkeys(basis for found in pairs.values() for basis in found)
     bases = [*(basis for basis in BASES if basis in used), *(basis for basis in used if basis not in BASES)]
     rows = tuple(_pair(of, to, [found.get(basis) for basis in bases]) for (of, to), found in pairs.items())
     columns = (Column("Ratio of"), *(Column(BASES.get(basis, (basis, ""))[0]) for basis in bases))
     return Table("Ratios", columns, rows, stacked=True, note=_method(document))
+
+
+def _pairs(document: Document) -> dict[tuple[str, str], dict[str, Document]]:
+    """The ratios of each pair, by basis."""
+    pairs: dict[tuple[str, str], dict[str, Document]] = {}
+    for ratio in document.parts("ratios"):
+        pairs.setdefault((ratio.text("of"), ratio.text("to")), {})[ratio.text("basis")] = ratio
+    return pairs
 
 
 def _pair(of: str, to: str, ratios: list[Document | None]) -> tuple[Cell, ...]:

@@ -7,14 +7,21 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatoken.report.bars import Bar, Swing, bar_chart, tornado, waterfall
-from megatoken.report.blocks import Column, Figure, Headline, Section, Table, View, Words, section
+from megatoken.report.blocks import Cards, Column, Figure, Headline, Section, Table, View, Words, section
 from megatoken.report.curves import line_chart, stairs
 from megatoken.report.documents import Document
-from megatoken.report.views.common import WEAK, given_tables, records_table, state_cell, view
-from megatoken.report.words import label, plain_text, sentence
-from megatoken.text import is_number, precise, significant
+from megatoken.report.views.common import given_tables, records_table, state_cell, view
+from megatoken.report.words import figure_text, label, plain_text, sentence
+from megatoken.text import is_number, precise
 
 KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall", "headline")
+COUNTED = ("racks", "nodes", "accelerators", "users")  # units with a singular
+CARDS = 4
+# The results of these plans that answer a buyer, if not simply the first ones.
+ANSWERS = {
+    "plan_buy": ("Cost per month", "Cost per million output tokens", "Energy per month", "Accelerators needed"),
+    "plan_fleet": ("Nodes", "Accelerators", "Price", "Headroom at the peak"),
+}
 # Tables that are also drawn: the columns with the name, the length and the state of a bar.
 BARS = {
     "efficiency": ("system", "output_tokens_per_joule", "power_state"),
@@ -33,9 +40,28 @@ def plan_view(document: Document) -> View:
         *_glance_and_detail(document, results, answer=bool(ranged)),
         section("Profiles", records_table("Workload profiles", document.parts("profiles"))),
     )
-    first = _first_number(results)
-    summary = [_headline(first)] if first else []
-    return view(document, document.text("kind").removeprefix("plan_"), summary, sections, KNOWN)
+    numbers = [result for result in results if is_number(result.values.get("value"))]
+    summary = [_headline(numbers[0]), *_cards(document.text("kind"), numbers[1:])] if numbers else []
+    return view(document, document.text("kind").removeprefix("plan_"), summary, sections, KNOWN, notes_last=True)
+
+
+def _cards(kind: str, results: Sequence[Document]) -> Iterator[Cards]:
+    """What a buyer reads next, each with its range or state."""
+    by_name = {result.text("name"): result for result in results}
+    chosen = [by_name[name] for name in ANSWERS.get(kind, by_name) if name in by_name][:CARDS]
+    if chosen:
+        yield Cards(tuple((one.text("name"), _amount(one), _how(one)) for one in chosen))
+
+
+def _amount(result: Document) -> str:
+    name, unit = result.text("name"), _unit(result)
+    return _value(result) if name.lower().startswith(unit) else f"{_value(result)} {unit}"
+
+
+def _how(result: Document) -> str:
+    if result.number("low") is not None:
+        return f"from {_value(result, 'low')} to {_value(result, 'high')}"
+    return result.text("state")
 
 
 def _glance_and_detail(document: Document, results: Sequence[Document], *, answer: bool) -> Iterator[Section]:
@@ -52,7 +78,9 @@ def _first_number(results: Sequence[Document]) -> Document | None:
 
 def _headline(result: Document) -> Headline:
     words = filter(None, (result.text("name"), result.text("state")))
-    return Headline(_value(result), _unit(result), " · ".join(words))
+    unit = _unit(result)
+    one = unit.removesuffix("s") if result.values.get("value") == 1 and unit in COUNTED else unit
+    return Headline(_value(result), one, " · ".join(words))
 
 
 def _results(results: Sequence[Document]) -> Table:
@@ -60,7 +88,7 @@ def _results(results: Sequence[Document]) -> Table:
         (
             (
                 Words(result.text("name"), "strong"),
-                *([Words(result.text("formula"), "quiet")] if "formula" in result else []),
+                *([Words(result.text("formula"), "quiet", page_only=True)] if "formula" in result else []),
             ),
             _value(result),
             _unit(result),
@@ -85,8 +113,7 @@ def _ranges(results: Sequence[Document]) -> Table:
 def _value(result: Document, key: str = "value") -> str:
     value = result.values.get(key)
     if is_number(value):
-        shown = significant if result.text("state") in WEAK else precise
-        return shown(100 * value if result.text("unit") == "share" else value)
+        return figure_text(100 * value if result.text("unit") == "share" else value, result.text("state"))
     return plain_text(value)
 
 
@@ -131,7 +158,7 @@ def _tornado(document: Document, results: Sequence[Document]) -> Iterator[Figure
     base = next((one for one in results if one.text("name") == document.text("headline")), _first_number(results))
     if swings and base:
         title = f"Sensitivity: {base.text('name')}"
-        yield tornado(title, base.text("unit"), base.number("value") or 0.0, swings)
+        yield tornado(title, base.text("unit"), base.number("value") or 0.0, swings, base.text("state"))
 
 
 def _bars(title: str, name: str, key: str, state: str, rows: Sequence[Document]) -> Iterator[Figure]:
