@@ -208,14 +208,27 @@ def test_a_rate_search_answers_first(make_run):
     search = {
         "samples_per_second": 26.0,
         "probes": [
-            {"run_folder": "x", "samples_per_second": rate, "full_length": full, "valid": valid, "reason": why}
+            {
+                "run_folder": "x",
+                "samples_per_second": rate,
+                "full_length": full,
+                "valid": valid,
+                "reason": why,
+                "ttft_p99_seconds": rate / 10,
+                "tpot_p99_seconds": rate / 500,
+            }
             for rate, full, valid, why in tries
         ],
     }
-    run = make_run(scenario="server", rate_search=search)
+    run = make_run(scenario="server", rate_search=search, ttft_limit_seconds=2.0)
     root = page_of(run)
     answer = "highest valid rate 26 samples/s; 26.35 samples/s failed: p99 TPOT"
-    assert answer in words(root)
+    assert f"Rate search: {answer}" in words(root.find(".//header"))
+    assert figures(root)[:2] == ["TTFT, p99 over the rate s", "TPOT, p99 over the rate ms"]
+    chart = next(root.iter("figure"))
+    assert [words(item) for item in chart.find("ul").findall("li")] == ["valid", "too high", "This run's limits, 2 s"]
+    curves = {line.get("data-name"): len(line.get("points").split()) for line in chart.iter("polyline")}
+    assert curves == {"valid": 2, "too high": 1}
     assert list(table_rows(root, "Rates tried"))[1:] == ["20", "26", "26.35"]
     assert f"Rate search: {answer}" in [line.plain for line in lines(read_run(run), [])]
     assert "Rate search" not in words(page_of(make_run()))
@@ -236,6 +249,16 @@ def test_the_limits_of_a_run_are_drawn_where_they_are_on_the_axis_of_the_latency
 def test_a_limit_on_the_first_token_is_not_drawn_in_offline(make_run):
     first, *_ = _sample_figures_of(make_run(ttft_limit_seconds=2.0))
     assert first.legend == () and "limit" not in first.drawing
+
+
+def test_a_run_without_a_steady_rate_says_why_and_which_flag_helps(make_run):
+    run = make_run(samples=8)
+    assert read_run(run).result["steady_output_tokens_per_second"] is None
+    why = "No steady rate: the target was full for"
+    assert why in words(page_of(run).find(".//header"))
+    (line,) = [line.plain for line in lines(read_run(run), []) if line.plain.startswith(why)]
+    assert re.search(r"and 2\.00 s are needed; --min-duration \d+ is likely to show one$", line)
+    assert why not in words(page_of(make_run()))  # 80 samples, which have one
 
 
 def test_latencies_stand_below_the_throughput_each_on_its_own_axis(make_run):

@@ -213,6 +213,25 @@ def steady_window(first: Floats, last: Floats, series: pa.Table) -> tuple[float,
     than three times as long as the median sample generates: samples that started together may all be answering at once,
     or all be read.
     """
+    span = steady_span(first, last, series)
+    return (span.start, span.end) if span and span.end - span.start >= span.required_seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class SteadySpan:
+    """The span at 90 % of the peak while samples waited, however short, and how long it must be to count.
+
+    ``waited``: whether any sample ever waited; without one the target was never full.
+    """
+
+    start: float
+    end: float
+    required_seconds: float
+    waited: bool
+
+
+def steady_span(first: Floats, last: Floats, series: pa.Table) -> SteadySpan | None:
+    """The longest span that could be steady, as ``steady_window`` defines it; None if no sample generated."""
     known = np.isfinite(first) & np.isfinite(last)
     if not known.any():
         return None
@@ -225,10 +244,10 @@ def steady_window(first: Floats, last: Floats, series: pa.Table) -> tuple[float,
     enough = STEADY_SHARE * from_start.max()
     times, waiting = totals_over_time(series, ["waiting"])
     start = float(starts[from_start >= enough][0])
-    end = min(float(ends[until_end >= enough][-1]), float(times[waiting > 0].max(initial=0.0)))
+    waited_until = float(times[waiting > 0].max(initial=0.0))
     life = float(np.median(last[known] - first[known]))
-    shortest = max(SHORTEST_STEADY_SECONDS, SHORTEST_STEADY_LIVES * life)
-    return (start, end) if end - start >= shortest else None
+    required = max(SHORTEST_STEADY_SECONDS, SHORTEST_STEADY_LIVES * life)
+    return SteadySpan(start, min(float(ends[until_end >= enough][-1]), waited_until), required, waited_until > 0)
 
 
 @dataclass(frozen=True, slots=True)

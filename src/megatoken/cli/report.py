@@ -40,8 +40,8 @@ def report(
 
     With --baseline, exit code 3 if a run is worse than the baseline.
     """
-    if baseline is not None and (csv or sql is not None):
-        raise UsageError("--baseline: give no --csv and no --query")
+    if baseline is not None and (csv or matrix or sql is not None):
+        raise UsageError("--baseline: give no --csv, no --matrix and no --query")
     if sql is not None:
         if out is not None or matrix or (csv and json_only):
             raise UsageError("--query: give at most one of --csv and --json, no --out and no --matrix")

@@ -111,8 +111,10 @@ class _Prober:
         saturation = self._session.run(config, settings, folder, self._stop, probe.watch)
         if self._stop.received:
             return None
-        broken = () if saturation else _broken(read_run(folder.path), probe.seconds is None)
-        return Outcome(f"{PROBES}/{folder.path.name}", saturation, broken)
+        run = read_run(folder.path)
+        broken = () if saturation else _broken(run, probe.seconds is None)
+        p99s = [(run.result.get(name) or {}).get("p99") for name in ("ttft_seconds", "tpot_seconds")]
+        return Outcome(f"{PROBES}/{folder.path.name}", saturation, broken, *p99s)
 
 
 def _broken(run: Run, full_length: bool) -> tuple[str, ...]:

@@ -41,6 +41,8 @@ class Outcome:
     # codes that invalidate it whatever the latencies: of the client, of failed samples, and at full length of LoadGen's
     # verdict
     broken: tuple[str, ...] = ()
+    ttft_p99_seconds: float | None = None  # of its completed samples
+    tpot_p99_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,8 @@ class RateFinder:
                 "full_length": tried.full_length,
                 "valid": valid,
                 "reason": why,
+                "ttft_p99_seconds": outcome.ttft_p99_seconds,
+                "tpot_p99_seconds": outcome.tpot_p99_seconds,
             }
         )
         word = {True: "valid", False: "too high", None: "undecided"}[valid]

@@ -46,6 +46,7 @@ from megatoken.report.metrics import (
     metric_rows,
     names_mlperf,
     verdict_badge,
+    why_no_steady_rate,
 )
 from megatoken.report.views import document_view
 from megatoken.report.views.limits import answer_badge
@@ -139,6 +140,8 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
         yield Text.assemble("  ", (doubt["code"], "bold"), f" {doubt['message']}")
     for note in run.result.get("notes") or ():
         yield Text(f"Note: {note['message']}")
+    if why := why_no_steady_rate(run):
+        yield Text(why)
     yield Text(f"Run folder: {run.path}")
 
 

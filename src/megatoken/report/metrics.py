@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatoken.analysis.machine import simulated_gpu
-from megatoken.analysis.statistics import ARRIVING, SOAK, STAGES
+from megatoken.analysis.statistics import ARRIVING, SOAK, STAGES, Samples, steady_span
 from megatoken.report.blocks import Badge
 from megatoken.runs.run import Run, Verdict
 from megatoken.text import ABSENT, is_number, number, precise
 
+MORE_THAN_MISSING = 1.25  # factor on the seconds that a steady window misses
 PERCENTILES = ("p50", "p90", "p95", "p99")
 SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confidence"
@@ -74,6 +76,28 @@ def loadgen_result(run: Run) -> str:
     """LoadGen's own verdict; empty without one."""
     verdict = run.result.get("loadgen_validity")
     return f"LoadGen result: {verdict}" if verdict in ("VALID", "INVALID") else ""
+
+
+def why_no_steady_rate(run: Run) -> str:
+    """Why a finished run has no steady rate, and what would show one; empty where it has one, or none applies."""
+    result = run.result
+    steady = result.get("steady_output_tokens_per_second")
+    if steady is not None or run.verdict is Verdict.INTERRUPTED or result.get("scenario") not in ("offline", *ARRIVING):
+        return ""
+    samples = Samples.of(run.requests)
+    done = samples.only(samples.completed)
+    span, duration = steady_span(done.first, done.last, run.series), result.get("duration_seconds")
+    if span is None or not is_number(duration):
+        return ""
+    if not span.waited:
+        words = "No steady rate: no sample waited, so the target was never full; more --samples fill it"
+        return words if result.get("scenario") == "offline" else ""
+    found = max(0.0, span.end - span.start)
+    longer = math.ceil(duration + MORE_THAN_MISSING * (span.required_seconds - found))
+    return (
+        f"No steady rate: the target was full for {number(found)} s, and {number(span.required_seconds)} s are needed;"
+        f" --min-duration {longer} is likely to show one"
+    )
 
 
 def verdict_badge(verdict: str) -> Badge:

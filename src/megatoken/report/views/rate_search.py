@@ -1,11 +1,20 @@
-"""The answer of ``--find-rate``: the highest valid rate, the lowest that failed and why, and every rate tried."""
+"""The answer of ``--find-rate``: the highest valid rate, the lowest that failed and why, and every rate tried.
+
+Charts show the p99 latencies of all tries over their rates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatoken.report.blocks import Column, Points, Table
+import numpy as np
+
+from megatoken.report.blocks import Column, Figure, Points, Table
+from megatoken.report.curves import line_chart
+from megatoken.report.plots import Line, Mark
+from megatoken.report.scales import top_of
+from megatoken.report.views.goodput import Limits
 from megatoken.report.words import clean
 from megatoken.text import precise
 
@@ -26,12 +35,13 @@ def search_answer(result: Mapping[str, Any]) -> str | None:
     return clean(answer)
 
 
-def search_blocks(result: Mapping[str, Any]) -> Iterator[Points | Table]:
-    """The answer, and a row for each rate tried, from the lowest."""
+def search_blocks(result: Mapping[str, Any], limits: Sequence[Limits]) -> Iterator[Points | Figure | Table]:
+    """The answer, latencies over the rates tried, and a row for each of them, from the lowest."""
     answer = search_answer(result)
     if answer is None:
         return
     yield Points("", (("", answer),))
+    yield from _latency_figures(_tried(result["rate_search"]), limits)
     tried = sorted(_tried(result["rate_search"]), key=lambda one: float(one["samples_per_second"]))
     rows = tuple(
         (
@@ -44,6 +54,37 @@ def search_blocks(result: Mapping[str, Any]) -> Iterator[Points | Table]:
     )
     columns = (Column("Rate", "samples/s", numeric=True), Column("Length"), Column("Result"), Column("Why"))
     yield Table("Rates tried", columns, rows, stacked=True)
+
+
+def _latency_figures(tried: Sequence[Mapping[str, Any]], limits: Sequence[Limits]) -> Iterator[Figure]:
+    """The p99 latencies of tries, valid and too high ones apart, with the limits."""
+    for title, unit, scale, key, known in (
+        ("TTFT, p99", "s", 1, "ttft_p99_seconds", [(one.name, one.ttft_seconds) for one in limits]),
+        ("TPOT, p99", "ms", 1000, "tpot_p99_seconds", [(one.name, one.tpot_seconds) for one in limits]),
+    ):
+        lines, rows = [], []
+        for word in _WORDS.values():
+            points = sorted(
+                (float(one["samples_per_second"]), scale * float(one[key]))
+                for one in tried
+                if _WORDS[one.get("valid")] == word and isinstance(one.get(key), int | float)
+            )
+            if points:
+                lines.append(Line(word, *(np.array(column) for column in zip(*points, strict=True))))
+                rows += [(word, precise(rate), precise(latency)) for rate, latency in points]
+        if len(rows) < 2:
+            continue
+        columns = (Column("Result"), Column("Rate", "samples/s", numeric=True), Column(title, unit, numeric=True))
+        yield line_chart(
+            f"{title} over the rate",
+            unit,
+            "samples/s offered",
+            lines,
+            Table(f"{title} of every rate tried", columns, tuple(rows)),
+            x_range=(0.0, top_of([line.x for line in lines])),
+            marks=[Mark(f"{name}, {scale * value:g} {unit}", scale * value) for name, value in known if value],
+            dots=True,
+        )
 
 
 def _tried(search: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -36,6 +36,7 @@ from megatoken.report.metrics import (
     metric_rows,
     names_mlperf,
     verdict_badge,
+    why_no_steady_rate,
 )
 from megatoken.report.plots import Mark
 from megatoken.report.views.aggregate import MANY_NODES
@@ -43,7 +44,7 @@ from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks, limits_of
 from megatoken.report.views.limits import answer_badge, limits_table
 from megatoken.report.views.over_time import time_figures
-from megatoken.report.views.rate_search import search_blocks
+from megatoken.report.views.rate_search import search_answer, search_blocks
 from megatoken.report.words import plain_text
 from megatoken.runs.reasons import Reason
 from megatoken.runs.run import Run
@@ -82,7 +83,7 @@ def run_view(run: Run) -> View:
     samples, subject = Samples.of(run.requests), _subject(run)
     terms = DEFINITIONS | {"First and last token": f"Counted from: {latency_origin(str(run.result.get('scenario')))}."}
     sections = (
-        section("Rate search", *search_blocks(run.result)),
+        section("Rate search", *search_blocks(run.result, limits_of(run))),
         section("Over time", *time_figures(run, samples, limits_of(run))),
         section("Over samples", *_sample_figures(run, samples)),
         section("Numbers", *_metrics(run)),
@@ -133,6 +134,8 @@ def _summary(run: Run) -> Iterator[Block]:
     rate = number(result.get("output_tokens_per_second"))
     yield Headline(rate, "output tokens/s", " · ".join(fact for fact in facts if fact))
     yield VerdictBlock((verdict_badge(run.verdict),), meaning(run))
+    if answer := search_answer(result):
+        yield Points("", (("", f"Rate search: {answer}"),))
     if verdict := loadgen_result(run):
         yield Points("", (("", verdict),))
     yield from _at_a_glance(run)
@@ -144,6 +147,8 @@ def _summary(run: Run) -> Iterator[Block]:
     if run.rules_unmet:
         codes = ", ".join(dict.fromkeys(unmet["code"] for unmet in run.rules_unmet))
         yield Points("", (("", f"MLPerf rules not met (none claimed): {codes}"),))
+    if why := why_no_steady_rate(run):
+        yield Points("", (("", why),))
     if run.doubts:
         yield _points("Doubts about the measurement:", run.doubts)
     if notes := result.get("notes"):
