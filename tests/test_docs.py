@@ -48,6 +48,19 @@ def commands() -> dict[str, set[str]]:
     return found
 
 
+def test_a_short_flag_shows_the_help_of_every_command_and_no_summary_is_cut() -> None:
+    def walk(command: Any, words: tuple[str, ...]) -> None:
+        code, out, err = call_here(*words, "-h")
+        assert (code, err) == (0, "") and out.startswith(f"Usage: megatoken {' '.join(words)}".rstrip()), words
+        inner = getattr(command, "commands", {})
+        if inner:
+            assert "..." not in out.partition("Commands:")[2], words
+        for name in inner:
+            walk(inner[name], (*words, name))
+
+    walk(get_command(app), ())
+
+
 def section(command: str) -> str:
     text = (DOCS / "commands.md").read_text()
     return re.split(r"^## ", text.partition(f"\n## `megatoken {command}`\n")[2], maxsplit=1, flags=re.MULTILINE)[0]

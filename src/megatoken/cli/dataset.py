@@ -84,7 +84,7 @@ def convert(
     folder: Folder = Path("datasets"),
     json_only: Json = False,
 ) -> int:
-    """Convert an MLPerf data set to Parquet, or a workload profile to a CSV of lengths."""
+    """Convert an MLPerf data set to Parquet. Or a workload profile to a CSV of lengths."""
     from megatoken.planning.workloads import load_profiles
 
     profile = next((profile for profile in load_profiles() if profile.name == name), None)

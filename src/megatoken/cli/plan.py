@@ -114,7 +114,7 @@ def _add(kind: str, words: str, *own: str) -> None:
 _RUN = "Run folder, folder of repeats, or aggregate.json; or give --sweep or --tokens-per-second."
 _add(
     "buy",
-    "Racks, accelerators, money and energy for so many seats, with ranges. For example: --seats 5000 --profile rag"
+    "Racks, money and energy for so many seats. With ranges; for example: --seats 5000 --profile rag"
     " --accelerator GB300.",
     "seats",
     *("accelerators_per_node", "nodes_per_rack", "spare", "fault_domain", "rent", "factors"),
@@ -127,10 +127,10 @@ _add(
 )
 _OF_FLEET = _NAMES[_NAMES.index("demand") : _NAMES.index("watts")]
 _add("fleet", "How many accelerators, nodes and racks a demand needs.", *_OF_FLEET, "rent", "factors")
-_add("energy", "Energy per token of accelerators, machines and site, and carbon.", *_OF_POWER)
+_add("energy", "Energy and carbon per token. Of accelerators, machines and site.", *_OF_POWER)
 _add(
     "cost",
-    "Cost per million output tokens, per request and per user, and what it depends on.",
+    "Cost per million tokens, request and user. And what it depends on.",
     *_OF_POWER,
     "rent",
     "second_run",
@@ -158,7 +158,7 @@ def throughput(
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Simulate throughput on other hardware, or predict it on a qualified machine. Offline, in simulated time."""
+    """Simulate throughput on other hardware. Or predict it on a qualified machine. Offline, in simulated time."""
     from megatoken.config import load_run_config
     from megatoken.planning.throughput_plan import throughput as simulated
 
