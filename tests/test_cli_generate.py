@@ -129,6 +129,7 @@ def test_the_seed_decides_what_is_drawn(model: Path) -> None:
         (">/dev/full", 1, "megatoken: cannot write to standard output: No space left on device\n"),
         (">&-", 1, "megatoken: cannot write to standard output: Bad file descriptor\n"),
         ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 1, ""),  # only the exit code can say it
     ],
 )
 def test_a_stream_that_takes_nothing_gives_no_traceback(model: Path, redirection: str, code: int, message: str) -> None:

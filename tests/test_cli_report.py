@@ -102,7 +102,9 @@ def test_the_latest_runs_against_a_chosen_baseline(tmp_path: Path) -> None:
     shutil.rmtree(slow.path)
     code, stdout, _ = call_here("report", tmp_path / "runs", "--baseline", others[0].path)
     assert (code, stdout.splitlines()[-1].split(":")[0]) == (0, "within the spread")
-    assert "--baseline: give no --csv" in refused("report", tmp_path / "runs", "--baseline", slow.path, "--csv")
+    assert "--baseline: give no --csv, no --matrix" in refused(
+        "report", tmp_path / "runs", "--baseline", slow.path, "--csv"
+    )
 
 
 def test_questions_that_have_no_answer(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:

@@ -413,7 +413,7 @@ def make_bad_input(folder: Path, model: Path) -> None:
     (folder / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch %s'\ntR." % str(folder / "executed").encode())
 
 
-@pytest.mark.parametrize("limit_bytes", [700, 12_000])
+@pytest.mark.parametrize("limit_bytes", [0, 12_000])
 def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Path, limit_bytes: int) -> None:
     """No file may grow beyond a limit: first the folder itself cannot be made, then LoadGen's log is cut off."""
     out = tmp_path / "runs"
@@ -423,8 +423,9 @@ def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Pat
     )
     assert (code, stdout) == (2, "")
     assert err.startswith("megatoken: ") and err.count("\n") == 1
-    if limit_bytes == 700:
-        assert not out.exists()
+    if limit_bytes == 0:
+        assert err.endswith("cannot be written (File too large); raise the limit on the size of files (ulimit -f)\n")
+        assert list(out.glob("*")) == []
     else:
         (folder,) = out.iterdir()
         assert "LoadGen" in err and "is the disk full?" in err

@@ -12,8 +12,9 @@ from pages import LOADING_ATTRIBUTES, parsed, words
 from report_documents import DOCUMENTS
 
 from megatoken.errors import UsageError
+from megatoken.report.blocks import Column, Table
 from megatoken.report.documents import KINDS, checked
-from megatoken.report.page import page, style_sheet
+from megatoken.report.page import page, rows_of, style_sheet
 from megatoken.report.views import document_view, run_view
 from megatoken.runs.run import read_run
 
@@ -27,6 +28,13 @@ def html(request, make_run, make_rack) -> str:
     if request.param in DOCUMENTS:
         return page(document_view(checked(DOCUMENTS[request.param]())))
     return page(run_view(read_run(make_run() if request.param == "run" else make_rack(6))))
+
+
+def test_points_of_numbers_stand_below_each_other():
+    rows = tuple((cell,) for cell in ("7.857", "14", "1,299.5*", "-", "10.1"))
+    padded = [row[0] for row in rows_of(Table("t", (Column("a", numeric=True),), rows))]
+    shown = [cell.replace("\u2007", "_").replace("\u2008", ":") for cell in padded]
+    assert shown == ["7.857_", "14:____", "1,299.5*__", "-", "10.1___"]
 
 
 def test_a_page_loads_nothing(html):

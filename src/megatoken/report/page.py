@@ -15,10 +15,12 @@ from urllib.parse import quote
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from megatoken.report.blocks import Block, Figure, Table, View
+from megatoken.report.blocks import Block, Cell, Figure, Table, View
 from megatoken.report.scales import WIDE, WIDTH
 from megatoken.report.words import clean, plain_text
 
+DIGIT_SPACE, POINT_SPACE = "\u2007", "\u2008"  # as wide as a digit and as a point
+_NUMBER = re.compile(r"[-−]?[\d,]+(\.(?P<decimals>\d+))?(?P<star>\*?)")
 SIGNS = {"good": "✓", "bad": "✕", "warn": "!", "quiet": "?"}
 SIZES = {"many_sections": 4, "long_text": 60, "fitting_columns": 3}  # columns that fit on a phone
 
@@ -40,7 +42,7 @@ def page(view: View) -> str:
         return [(identifier(section.title), section) for section in view.sections if section.blocks]
 
     made = _template().render(
-        view=view, identifier=identifier, named_sections=named_sections, shelves=_shelves, flat=flat
+        view=view, identifier=identifier, named_sections=named_sections, shelves=_shelves, flat=flat, rows_of=rows_of
     )
     return f"<!DOCTYPE html>\n{made}\n"
 
@@ -90,6 +92,33 @@ def _shelves(blocks: Iterable[Block]) -> Iterator[tuple[bool, list[Block]]]:
 
 def _is_small(block: Block) -> bool:
     return (isinstance(block, Figure) and not block.wide) or (isinstance(block, Table) and block.narrow)
+
+
+def rows_of(table: Table) -> list[tuple[Cell, ...]]:
+    """The rows of a table; in columns of numbers, the points stand below each other."""
+    if not table.rows:
+        return []
+    columns = [
+        _below_each_other(cells) if column.numeric else cells
+        for column, cells in zip(table.columns, zip(*table.rows, strict=True), strict=True)
+    ]
+    return list(zip(*columns, strict=True))
+
+
+def _below_each_other(cells: tuple[Cell, ...]) -> list[Cell]:
+    """Numbers with spaces behind them, as wide as the digits, point and star that the longest has and they lack."""
+    parts = [_NUMBER.fullmatch(cell) if isinstance(cell, str) else None for cell in cells]
+    decimals = max((len(part["decimals"] or "") for part in parts if part), default=0)
+    starred = any(part["star"] for part in parts if part)
+    padded: list[Cell] = []
+    for cell, part in zip(cells, parts, strict=True):
+        if part and isinstance(cell, str):
+            missing = decimals - len(part["decimals"] or "")
+            point = POINT_SPACE if decimals and not part["decimals"] else ""
+            padded.append(cell + point + DIGIT_SPACE * (missing + (starred and not part["star"])))
+        else:
+            padded.append(cell)
+    return padded
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -84,19 +84,21 @@ def history_csv(entries: Iterable[Entry]) -> str:
 
 
 def _runs(entries: Sequence[Entry], folder: Path) -> Table:
-    heads = ("Run", "Verdict", "Model", "Precision", "Scenario", "Machine", "Date (UTC)")
-    numbers = [aligned([_scaled(entry, key) for entry in entries]) for key in NUMBERS]
+    heads = ("Model", "Precision", "Scenario", "Machine", "Date (UTC)")
+    known = [key for key in NUMBERS if any(getattr(entry, key) is not None for entry in entries)]
+    numbers = [aligned([_scaled(entry, key) for entry in entries]) for key in known]
     rows = tuple(
         (
             _link(entry, folder),
             verdict_badge(entry.verdict),
+            *figures,
             *(text or ABSENT for text in entry.group),
             entry.created_at.replace("T", " ").removesuffix("Z") or ABSENT,
-            *figures,
         )
-        for entry, figures in zip(entries, zip(*numbers, strict=True), strict=True)
+        for entry, figures in zip(entries, zip(*numbers, strict=True) if numbers else [()] * len(entries), strict=True)
     )
-    columns = (*map(Column, heads), *(Column(name, unit, numeric=True) for name, unit, _ in NUMBERS.values()))
+    figures = (Column(name, unit, numeric=True) for name, unit, _ in map(NUMBERS.__getitem__, known))
+    columns = (Column("Run"), Column("Verdict"), *figures, *map(Column, heads))
     return Table("Runs", columns, rows, sortable=True)
 
 
@@ -142,7 +144,7 @@ def _groups(history: History) -> Table:
         for group in history.groups
     )
     note = BASELINE_NOTE if history.baseline else CHECK_NOTE
-    return Table("Groups", columns, rows, note=note, sortable=True)
+    return Table("Groups", columns, rows, note=note, sortable=True, stacked=True)
 
 
 def _outcome(group: Group, baseline: str) -> Cell:
