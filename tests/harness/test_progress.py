@@ -92,6 +92,19 @@ def test_answers_that_end_before_their_limits_do_not_delay_the_end() -> None:
     assert estimates[-1] < 5
 
 
+def test_a_run_is_not_done_while_its_longest_answers_are_open() -> None:
+    work = ExpectedWork(prompt_tokens=15_000, open_limits=200 * 100)
+    for _ in range(120):
+        work.end(100, 20)
+    done = 15_000 + 120 * 20 + 80 * 60  # those still open have three times as many tokens already
+    share = work.share(done)
+    assert 0.9 < share < 0.98
+    assert 0.5 < seconds_left(18.0, share, 120 / 200) < 2.0
+    for _ in range(80):
+        work.end(100, 90)
+    assert work.share(15_000 + 120 * 20 + 80 * 90) == 1.0
+
+
 def test_without_an_answer_that_ended_the_limits_count() -> None:
     work = ExpectedWork(prompt_tokens=1000, open_limits=9000)
     assert work.share(2000) == 0.2

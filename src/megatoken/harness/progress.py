@@ -14,6 +14,7 @@ from megatoken.engine.state import ReplicaState
 PLAIN_PERIOD_SECONDS = 5.0
 ENDED_SHARE, PATIENCE_SECONDS = 0.01, 30.0  # of the samples or of the time, before which an estimate would be a guess
 BAR_LETTERS = 20
+HALF = 0.5  # of an answer is left at a random moment
 
 
 @dataclass(slots=True)
@@ -37,8 +38,10 @@ class ExpectedWork:
     def share(self, done_tokens: int) -> float:
         """Share of the work that ``done_tokens`` of prompts and answers are."""
         used = self.ended_tokens / self.ended_limits if self.ended_limits else 1.0
-        expected = self.prompt_tokens + self.ended_tokens + self.open_limits * used
-        return min(1.0, done_tokens / expected) if expected else 0.0
+        still_open = self.open_limits * used
+        # The last to end are the longest, so their tokens may exceed what was expected: half of an answer is then left.
+        expected = max(self.prompt_tokens + self.ended_tokens + still_open, done_tokens + HALF * still_open)
+        return done_tokens / expected if expected else 0.0
 
 
 def seconds_left(elapsed_seconds: float, share: float, ended_share: float) -> float:

@@ -79,10 +79,10 @@ def loadgen_result(run: Run) -> str:
 
 
 def why_no_steady_rate(run: Run) -> str:
-    """Why a finished run has no steady rate, and what would show one; empty where it has one, or none applies."""
+    """Why a finished Offline run has no steady rate, and what would show one; empty for all others."""
     result = run.result
     steady = result.get("steady_output_tokens_per_second")
-    if steady is not None or run.verdict is Verdict.INTERRUPTED or result.get("scenario") not in ("offline", *ARRIVING):
+    if steady is not None or run.verdict is Verdict.INTERRUPTED or result.get("scenario") != "offline":
         return ""
     samples = Samples.of(run.requests)
     done = samples.only(samples.completed)
@@ -90,8 +90,7 @@ def why_no_steady_rate(run: Run) -> str:
     if span is None or not is_number(duration):
         return ""
     if not span.waited:
-        words = "No steady rate: no sample waited, so the target was never full; more --samples fill it"
-        return words if result.get("scenario") == "offline" else ""
+        return "No steady rate: no sample waited, so the target was never full; more --samples fill it"
     found = max(0.0, span.end - span.start)
     longer = math.ceil(duration + MORE_THAN_MISSING * (span.required_seconds - found))
     return (

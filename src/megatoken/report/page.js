@@ -54,7 +54,7 @@ function height(points, x) {
 }
 
 function element(name, style, parent) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  const made = document.createElementNS(parent.namespaceURI, name);
   made.setAttribute("class", style);
   parent.append(made);
   return made;

@@ -53,8 +53,8 @@ def style_sheet() -> str:
 
 
 def script() -> str:
-    """The script of all pages; a page without it shows the same values."""
-    return _read("page.js")
+    """The script of all pages, without comments and indentation; a page without it shows the same values."""
+    return re.sub(r"^ *(//.*)?\n?", "", _read("page.js"), flags=re.MULTILINE)
 
 
 def _read(name: str) -> str:
