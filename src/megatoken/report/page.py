@@ -16,6 +16,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from megatoken.report.blocks import Block, Cell, Figure, Table, View
+from megatoken.report.plots import PLOT
 from megatoken.report.scales import WIDE, WIDTH
 from megatoken.report.words import clean, plain_text
 
@@ -41,20 +42,32 @@ def page(view: View) -> str:
     def named_sections() -> list[tuple[str, Any]]:
         return [(identifier(section.title), section) for section in view.sections if section.blocks]
 
+    blocks = [*view.summary, *(block for part in view.sections for block in part.blocks)]
+    own_script = script(charts=any(isinstance(block, Figure) and PLOT in block.drawing for block in blocks))
+    # The page's policy allows this script alone.
+    digest = base64.b64encode(hashlib.sha256(own_script.encode()).digest()).decode()
     made = _template().render(
-        view=view, identifier=identifier, named_sections=named_sections, shelves=_shelves, flat=flat, rows_of=rows_of
+        script=own_script,
+        script_hash=f"sha256-{digest}",
+        view=view,
+        identifier=identifier,
+        named_sections=named_sections,
+        shelves=_shelves,
+        flat=flat,
+        rows_of=rows_of,
     )
     return f"<!DOCTYPE html>\n{made}\n"
 
 
 def style_sheet() -> str:
     """The style of all pages: system fonts, light and dark, phone and paper."""
-    return _read("page.css")
+    return re.sub(r"\n\s*", "\n", _read("page.css"))
 
 
-def script() -> str:
-    """The script of all pages, without comments and indentation; a page without it shows the same values."""
-    return re.sub(r"^ *(//.*)?\n?", "", _read("page.js"), flags=re.MULTILINE)
+def script(*, charts: bool) -> str:
+    """The script of a page, with that of line ``charts``, without comments; a page without it shows the same values."""
+    text = _read("page.js") + (_read("charts.js") if charts else "")
+    return re.sub(r"^ *(//.*)?\n?", "", text, flags=re.MULTILINE)
 
 
 def _read(name: str) -> str:
@@ -65,10 +78,7 @@ def _read(name: str) -> str:
 def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_clean)
     environment.filters |= {"breakable": _breakable, "kind": lambda value: type(value).__name__, "quoted": quote}
-    # The page's policy allows this script alone.
-    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     environment.globals |= {"signs": SIGNS, "width": WIDTH, "wide": WIDE, "style": style_sheet(), **SIZES}
-    environment.globals |= {"script": script(), "script_hash": f"sha256-{digest}"}
     return environment.from_string(re.sub(r"\n\s*", "", _read("page.html")))
 
 

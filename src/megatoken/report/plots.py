@@ -13,6 +13,7 @@ from html import escape
 from megatoken.report.scales import Floats, box, rule, text, tick_text, ticks, top_of
 from megatoken.report.words import clean
 
+PLOT = 'class="plot"'  # of a panel's group, by which the script finds it
 PHONE_LETTERS, WIDE_PHONE_LETTERS = 14, 21  # heights on a phone, in units of the canvas; smaller on a desktop
 SIGN_ROWS = 3  # of signs that would touch each other
 SHORT = 120  # a lower panel has room for three numbers on its axis
@@ -176,7 +177,7 @@ def plot(panel: Panel, axis: Axis, top: float, floor: float, window: tuple[float
         **({"dots": "1"} if panel.dots else {}),
     }
     stated = "".join(f' data-{name}="{_quoted(value)}"' for name, value in facts.items())
-    return f'<g class="plot"{stated}>{"".join(parts)}</g>'
+    return f"<g {PLOT}{stated}>{''.join(parts)}</g>"
 
 
 def _uprights(marks: Sequence[Mark], axis: Axis, top: float, floor: float) -> Iterator[str]:
