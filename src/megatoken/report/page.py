@@ -61,7 +61,7 @@ def page(view: View) -> str:
 
 def style_sheet() -> str:
     """The style of all pages: system fonts, light and dark, phone and paper."""
-    return re.sub(r"\n\s*", "\n", _read("page.css"))
+    return re.sub(r"\s*\n\s*", "", re.sub(r"/\*.*?\*/", "", _read("page.css")))
 
 
 def script(*, charts: bool) -> str:

@@ -20,9 +20,10 @@ from megatoken.report.blocks import (
     View,
     section,
 )
-from megatoken.report.curves import Line, stairs, time_chart
+from megatoken.report.curves import stairs, time_chart
 from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
+from megatoken.report.plots import Line
 from megatoken.report.views.common import records_table, view
 from megatoken.report.views.endpoints import endpoints_blocks
 from megatoken.report.views.limits import limits_table
