@@ -136,9 +136,8 @@ def histogram_chart(
     ``FAR_LIMIT`` times the largest value is only named.
     """
     all_values = np.concatenate([values for _, values in samples])
-    near, far = [], []
-    for limit in limits:
-        (near if limit.at <= FAR_LIMIT * float(all_values.max()) else far).append(limit)
+    far = [limit for limit in limits if limit.at > FAR_LIMIT * float(all_values.max())]
+    near = [limit for limit in limits if limit not in far]
     low = 0.0 if from_zero else float(all_values.min())
     x_ticks = ticks(min([low, *(limit.at for limit in near)]), max([top_of([all_values]), *(one.at for one in near)]))
     edges = np.linspace(x_ticks[0], x_ticks[-1], BINS + 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatoken.report.bars import Bar, Swing, bar_chart, tornado, waterfall
-from megatoken.report.blocks import Cards, Column, Figure, Headline, Section, Table, View, Words, section
+from megatoken.report.blocks import Block, Cards, Column, Figure, Headline, Section, Table, View, Words, section
 from megatoken.report.curves import line_chart, stairs
 from megatoken.report.documents import Document
 from megatoken.report.views.common import given_tables, records_table, state_cell, view
@@ -41,7 +41,7 @@ def plan_view(document: Document) -> View:
         section("Profiles", records_table("Workload profiles", document.parts("profiles"))),
     )
     numbers = [result for result in results if is_number(result.values.get("value"))]
-    summary = [_headline(numbers[0]), *_cards(document.text("kind"), numbers[1:])] if numbers else []
+    summary: list[Block] = [_headline(numbers[0]), *_cards(document.text("kind"), numbers[1:])] if numbers else []
     return view(document, document.text("kind").removeprefix("plan_"), summary, sections, KNOWN, notes_last=True)
 
 
