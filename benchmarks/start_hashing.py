@@ -30,20 +30,19 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="checkpoint")
     parser.add_argument("--turns", type=int, default=3, help="runs of each kind")
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: further flags of megatoken run")
-    options = parser.parse_args()
+    options, flags = parser.parse_known_args()  # the others are flags of megatoken run
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatoken"
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="start-hashing-") as name:
         folder = Path(name)
         (folder / "lengths.csv").write_text("input_tokens,output_tokens\n8,2\n")
         shutil.copytree(caches, folder / "cache" / "megatoken")  # the compiled kernels
-        start(options.model, folder, options.flags)  # fills the cache of hashes, and the system's of files
+        start(options.model, folder, flags)  # fills the cache of hashes, and the system's of files
         for turn in range(options.turns):
             for kind in KINDS if turn % 2 else reversed(KINDS):
                 if kind == KINDS[0]:
                     (folder / "cache" / "megatoken" / CACHE).unlink()
-                seconds[kind].append(start(options.model, folder, options.flags))
+                seconds[kind].append(start(options.model, folder, flags))
                 print(f"{kind}: {seconds[kind][-1]:.2f} s", flush=True)
     read, known = (statistics.median(seconds[kind]) for kind in KINDS)
     print(f"median {read:.2f} s with hashes read, {known:.2f} s with hashes known: {100 * (read / known - 1):+.1f} %")

@@ -18,7 +18,7 @@ from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import EngineConfig
 from megatoken.engine.memory import plan_memory_of
 from megatoken.harness.prepare import prepare
-from megatoken.targets.backend import engine_model, tokenizer_of
+from megatoken.targets.backend import engine_model, model_files, tokenizer_of
 from megatoken.targets.factory import open_backend
 
 flags = {{"model": "{model}", "rack.cluster": "auto", "rack.simulated_gpu": "H200"}}
@@ -27,7 +27,7 @@ source = open_model("{model}")
 memory = plan_memory_of(source.config, EngineConfig(precision="bf16"), "cuda", 10**12)
 
 class Backend:
-    def served(self): return engine_model(config, source, memory)
+    def served(self): return engine_model(config, source, memory, model_files(config, source))
     def tokenizer(self): return tokenizer_of(config.model)
 
 print(prepare(config, Backend()).describe())

@@ -73,3 +73,14 @@ def test_rows_differ_by_any_setting_of_an_answer_or_token_of_a_prompt(tmp_path):
     hashes = [rows(one), rows({"prompt_token_ids": [1, 2, 4]}), rows(one, one), *(rows(one | more) for more in changes)]
     assert len(set(hashes)) == len(hashes)
     assert rows(one) == rows(one | {"max_tokens": 8})  # the default
+
+
+def test_what_was_stopped_is_read_again_when_it_is_asked_for(model, monkeypatch):
+    expected = identity_of(model)
+    monkeypatch.setattr(identity, "BLOCK_BYTES", 1)  # so that the first reading does not end before it is stopped
+    monkeypatch.setattr(identity, "CACHE", "none.json")
+    files = ModelFiles(model, weight_files(model))
+    files.start()
+    files.stop()
+    monkeypatch.setattr(identity, "BLOCK_BYTES", 1 << 22)
+    assert files.identity() == expected

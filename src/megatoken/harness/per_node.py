@@ -40,7 +40,7 @@ from megatoken.rack.records import Place
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import NODES, Run, read_run
 from megatoken.runs.writer import RunFolder
-from megatoken.targets.backend import ServedModel, engine_model, tokenizer_of
+from megatoken.targets.backend import ServedModel, engine_model, model_files, tokenizer_of
 from megatoken.targets.rack import RackTarget
 from megatoken.targets.rack_backend import RackBackend
 from megatoken.text import count_of
@@ -64,7 +64,7 @@ class _NodeBackend:
         """The model that every replica of the rack serves."""
         config = self.config
         source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
-        return engine_model(config, source, self.memory)
+        return engine_model(config, source, self.memory, model_files(config, source))
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of this node's copy of the checkpoint."""

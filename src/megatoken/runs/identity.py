@@ -58,11 +58,17 @@ class ModelFiles:
         self._thread: Thread | None = None
         self._stopped = Event()
         self._found: dict[str, FileHash] = {}
+        self._whole = False
         self._error: OSError | None = None
 
     def start(self) -> None:
-        """Begin to read, unless begun."""
+        """Begin to read, unless begun; what was stopped before all was read begins again."""
+        if self._thread is not None and self._stopped.is_set() and not self._whole:
+            self._thread.join()
+            self._thread = None
         if self._thread is None:
+            self._stopped.clear()
+            self._error = None
             self._thread = Thread(target=self._run, name="file-hashes", daemon=True)
             self._thread.start()
 
@@ -106,6 +112,7 @@ class ModelFiles:
         paths = [self._folder / name for name in dict.fromkeys((*self._weights, *others))]
         try:
             self._found = {one.name: one for one in file_hashes(paths, self._stopped)}
+            self._whole = not self._stopped.is_set()
         except OSError as error:
             self._error = error
 

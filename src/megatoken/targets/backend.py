@@ -75,8 +75,18 @@ class Backend(Protocol):
         """Loads the model, or connects to it; leaving the context frees what the target holds."""
 
 
-def engine_model(config: RunConfig, source: Checkpoint | RandomWeights, memory: MemoryPlan) -> ServedModel:
-    """The model that our own engine serves. Raises CapacityError: no prompt with an answer fits."""
+def model_files(config: RunConfig, source: Checkpoint | RandomWeights) -> ModelFiles | None:
+    """The files to hash of the model that our own engine serves; None where it has no folder."""
+    folder = model_folder(config.model)
+    if not folder.is_dir():
+        return None
+    return ModelFiles(folder, weight_files(folder) if isinstance(source, Checkpoint) else ())
+
+
+def engine_model(
+    config: RunConfig, source: Checkpoint | RandomWeights, memory: MemoryPlan, files: ModelFiles | None
+) -> ServedModel:
+    """Our own engine's model with its ``model_files``. Raises CapacityError: no prompt with an answer fits."""
     shape = source.config
     if memory.max_length < 2:
         raise CapacityError(
@@ -90,10 +100,6 @@ def engine_model(config: RunConfig, source: Checkpoint | RandomWeights, memory: 
     if content_hash is None:
         gpu = config.rack.simulated_gpu
         notes.append(reason("SIMULATED_GPU", gpu=gpu) if gpu else reason("RANDOM_WEIGHTS"))
-    folder = model_folder(config.model)
-    files = None
-    if folder.is_dir():
-        files = ModelFiles(folder, weight_files(folder) if content_hash is not None else ())
     return ServedModel(
         name=shape.name,
         weights=None if content_hash is not None else f"random, seed {config.seed}",

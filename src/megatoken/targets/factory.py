@@ -29,7 +29,11 @@ def open_backend(config: RunConfig, reporter: Reporter) -> Iterator[Backend]:
             yield endpoint
         return
     if config.rack.cluster is None:
-        yield InProcessBackend(config, reporter)
+        backend = InProcessBackend(config, reporter)
+        try:
+            yield backend
+        finally:
+            backend.close()
         return
     from megatoken.targets.rack_backend import open_rack
 

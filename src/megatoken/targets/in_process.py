@@ -17,8 +17,9 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError
 from megatoken.hardware.inventory import cpu
 from megatoken.hardware.telemetry import Sensors, Telemetry
+from megatoken.runs.identity import ModelFiles
 from megatoken.targets import ReplicaReading, SampleEvent
-from megatoken.targets.backend import Reporter, ServedModel, engine_model, tokenizer_of
+from megatoken.targets.backend import Reporter, ServedModel, engine_model, model_files, tokenizer_of
 
 if TYPE_CHECKING:
     from megatoken.engine import Engine
@@ -34,12 +35,16 @@ class InProcessBackend:
         self._reporter = reporter
         self._served: ServedModel | None = None
         self._tokenizer: Tokenizer | None = None
+        self._files: ModelFiles | None = None
+
+    def close(self) -> None:
+        """Ends the reading of files whose hashes were not asked for."""
+        if self._files is not None:
+            self._files.stop()
 
     def served(self) -> ServedModel:
         """The model without its weights, and the memory that it would take here."""
         if self._served is None:
-            from megatoken.engine.device import plan_memory  # imports PyTorch, which a simulated rack does without
-
             config = self._config
             cores, threads = cpu()["usable_cores"], config.engine.threads
             if threads is not None and threads > THREADS_PER_CORE * cores:
@@ -48,8 +53,13 @@ class InProcessBackend:
                     f"use {cores}, at most {THREADS_PER_CORE * cores}"
                 )
             source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
+            self._files = model_files(config, source)
+            if self._files is not None:
+                self._files.start()  # the import below keeps one core busy for seconds, and others idle
+            from megatoken.engine.device import plan_memory  # imports PyTorch, which a simulated rack does without
+
             memory = plan_memory(source.config, config.engine_config())
-            self._served = engine_model(config, source, memory)
+            self._served = engine_model(config, source, memory, self._files)
         return self._served
 
     def tokenizer(self) -> Tokenizer | None:
@@ -72,8 +82,6 @@ class InProcessBackend:
         on_cpu = served.memory is not None and served.memory.device == "cpu"
         compiling = "; compiling its kernels, once" if on_cpu and must_build() else ""
         self._reporter.stage(f"loading {served.name} in {config.precision}{compiling}")
-        if served.files is not None:
-            served.files.start()
         engine = Engine(
             config.model,
             config.engine_config(),

@@ -22,7 +22,7 @@ from megatoken.rack.actor import WorkerSpec
 from megatoken.rack.cluster import Cluster, new_key
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Slot, place_replicas, place_simulated, wanted_on
-from megatoken.targets.backend import Reporter, ServedModel, engine_model, tokenizer_of
+from megatoken.targets.backend import Reporter, ServedModel, engine_model, model_files, tokenizer_of
 from megatoken.targets.rack import RackTarget
 from megatoken.text import count_of
 
@@ -155,7 +155,7 @@ def _hold(config: RunConfig, source: Checkpoint | RandomWeights, reporter: Repor
             )
         plans = [MemoryPlan(**facts["memory_plan"]) for facts in found]
         memory = min(plans, key=lambda plan: plan.max_length)
-        model = engine_model(config, source, memory)
+        model = engine_model(config, source, memory, model_files(config, source))
         yield RackBackend(config, cluster, slots, memory, model, found, reporter)
     finally:
         cluster.close()

@@ -104,7 +104,7 @@ def _brief_claims(claims: Sequence[Document]) -> Table:
         (
             _answer(claim),
             claim.text("text"),
-            _claimed(claim.part("claimed"))[0].text,
+            claimed(claim.part("claimed"))[0].text,
             next(
                 (
                     words.text
@@ -233,7 +233,7 @@ def claims_table(claims: Sequence[Document]) -> Table:
                 Words(claim.text("source"), "quiet"),
                 Words(claim.text("id"), "code"),
             ),
-            _claimed(claim.part("claimed")),
+            claimed(claim.part("claimed")),
             _recomputed(claim.part("recomputed"), claim.part("claimed").values.get("value")),
             tuple(_reasons(claim)),
         )
@@ -252,11 +252,12 @@ def _answer(claim: Document) -> Badge:
     return ANSWERS.get(answer, Badge(answer, "quiet"))
 
 
-def _claimed(claimed: Document) -> tuple[Words, ...]:
-    relation, scope = claimed.text("relation"), claimed.text("scope")
-    value = claimed.values.get("value")
+def claimed(claim: Document) -> tuple[Words, ...]:
+    """What was claimed: the value with its unit, and what it is of."""
+    relation, scope = claim.text("relation"), claim.text("scope")
+    value = claim.values.get("value")
     amount = exact(value) if is_number(value) else plain_text(value)
-    words = (relation if relation != "equal" else "", amount, claimed.text("unit"))
+    words = (relation if relation != "equal" else "", amount, claim.text("unit"))
     return (Words(" ".join(filter(None, words))), *([Words(f"per {scope}", "quiet")] if scope else []))
 
 

@@ -10,7 +10,7 @@ from megatoken.analysis.limits import Answer
 from megatoken.report.blocks import Badge, Block, Cell, Column, Link, Part, Table, View, Words, section
 from megatoken.report.documents import Document
 from megatoken.report.metrics import NOT_VERIFIED, TRADEMARK, verdict_badge
-from megatoken.report.views.audit import ANSWERS, claims_table, findings_table, right_value
+from megatoken.report.views.audit import ANSWERS, claimed, claims_table, findings_table, right_value
 from megatoken.report.views.common import facts_table, state_cell, view
 from megatoken.report.views.limits import answer_badge, limits_table
 from megatoken.runs.run import Verdict
@@ -28,6 +28,7 @@ KINDS = {  # of open questions: one and many
     "form": ("question of the checklist", "questions of the checklist"),
 }
 BRIEF_ROWS = 12
+WRONG = "does not hold"
 FORM_TONES = {"yes": "good", "no": "bad", "unknown": "quiet"}
 NAMED = 2
 CLAIMS_NAMED = 3
@@ -47,7 +48,8 @@ def dossier_view(document: Document) -> View:
         section("Cost and energy", _costs(costs)),
         section("What is not known", _open(opened)),
         section(form.text("title", "Checklist"), _form(form)),
-        section("Claims", claims_table(claims)),
+        section("Claims that do not hold", claims_table([one for one in claims if one.text("answer") == WRONG])),
+        section("Claims that hold", _right(claims)),
         section("Checks that fail or need an explanation", findings_table(checks)),
         section("What ran", *map(_identity, document.parts("identities"))),
         section("Signature", Table("Signature", tuple(map(Column, ("Name", "Place and date", "Signature"))), _LINES)),
@@ -75,7 +77,7 @@ def _answers(document: Document) -> Table:
         ("What does it cost?", *_price(document.parts("costs"))),
         ("What is not known?", *_unknown(document.parts("open"))),
     )
-    heads = {"Question": 20, "Answer": 20, "In short": 60}
+    heads = {"Question": 18, "Answer": 25, "In short": 57}
     columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
     return Table("Five answers", columns, tuple(((Words(row[0], "strong"),), *row[1:]) for row in rows), stacked=True)
 
@@ -89,7 +91,7 @@ def _holds(document: Document) -> tuple[Cell, Cell]:
     for answer, badge in ANSWERS.items():
         if counts[answer]:
             badges.append(Badge(f"{counts[answer]} of {len(claims)}: {badge.word}", badge.tone))
-    wrong = [claim for claim in claims if claim.text("answer") == "does not hold"]
+    wrong = [claim for claim in claims if claim.text("answer") == WRONG]
     words += [Words(f"“{claim.text('text')}” is {right_value(claim)}.") for claim in wrong[:CLAIMS_NAMED]]
     if (more := len(wrong) - CLAIMS_NAMED) > 0:
         words.append(Words(f"and {more} more that {'does' if more == 1 else 'do'} not hold."))
@@ -287,6 +289,16 @@ def _open(opened: Sequence[Document], most: int = 0) -> Table:
     if of_form:
         notes.append(f"Of the checklist {count_of(of_form, 'question is', 'questions are')} open too.")
     return Table("What is not known", columns, rows, stacked=True, note=" ".join(notes))
+
+
+def _right(claims: Sequence[Document]) -> Table:
+    """A line for each claim that holds; those that cannot be determined are open questions."""
+    rows = tuple(
+        ((Words(one.text("text"), "strong"),), claimed(one.part("claimed")), one.text("source"))
+        for one in claims
+        if one.text("answer") == "holds"
+    )
+    return Table("Claims that hold", tuple(map(Column, ("Claim", "Value", "Source"))), rows, stacked=True)
 
 
 def _identity(one: Document) -> Table:
