@@ -61,6 +61,7 @@ LOADS = {
     "40/s": Load(800, rate=40.0),
 }
 Figures = dict[str, Any]
+Row = dict[str, Any]  # of the server's record: one stream
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,15 @@ class Client:
 
     environment: str | None  # None: this one
     arguments: Callable[[Load], list[str]]
-    read: Callable[[Path, list[dict[str, Any]]], tuple[Figures, list[dict[str, Any]]]]
+    read: Callable[[Path, list[Row]], tuple[Figures, Figures]]  # given the server's record; also the server's
 
 
 def url(path: str = "") -> str:
     return f"http://127.0.0.1:{PORT}{path}"
 
 
-def figures_of(rows: list[dict[str, Any]]) -> Figures:
-    """The same figures from the server's record."""
+def figures_of(rows: list[Row]) -> Figures:
+    """Figures of streams in the server's record; rates from the first request to the last token."""
     sent = [np.array(row["sent_ns"]) / 1e9 for row in rows]
     came = np.array([row["received_ns"] for row in rows]) / 1e9
     first, last = (np.array([times[at] for times in sent]) for at in (0, -1))
@@ -109,8 +110,8 @@ def sweep_or_run(load: Load) -> list[str]:
     return ["run", *common, "--scenario", "server", *more]
 
 
-def read_own(folder: Path, rows: list[dict[str, Any]]) -> tuple[Figures, list[dict[str, Any]]]:
-    """Figures of a sweep's window, or of a run; and the server's rows of the same requests."""
+def read_own(folder: Path, rows: list[Row]) -> tuple[Figures, Figures]:
+    """Figures of a sweep's window, or of a run; and the server's of the same requests and time."""
     import pyarrow.parquet as pq
 
     [path] = (path for path in (folder / "out").iterdir() if path.is_dir())
@@ -125,10 +126,20 @@ def read_own(folder: Path, rows: list[dict[str, Any]]) -> tuple[Figures, list[di
     requests = pq.read_table(path / "requests.parquet").to_pylist()
     requests.sort(key=lambda row: row["request_sent_seconds"])
     rows = sorted(rows, key=lambda row: int(row["received_ns"]))[-len(requests) :]
-    if point is not None:
-        start, end = point["window_seconds"]
-        rows = [row for row, own in zip(rows, requests, strict=True) if start <= own["scheduled_seconds"] < end]
-    return shown(source, len(rows)), rows
+    if point is None:
+        return shown(source, len(rows)), figures_of(rows)
+    pairs = list(zip(rows, requests, strict=True))
+    start, end = point["window_seconds"]
+    inside = [row for row, own in pairs if start <= own["scheduled_seconds"] < end]
+    # The run's clock starts at zero: the quickest request says when that was by the server's.
+    zero = min(row["received_ns"] / 1e9 - own["request_sent_seconds"] for row, own in pairs)
+    sent = np.concatenate([row["sent_ns"] for row in rows]) / 1e9 - zero
+    last = np.array([row["sent_ns"][-1] for row in rows]) / 1e9 - zero
+    rates = {
+        name: float(((times >= start) & (times < end)).sum() / (end - start))
+        for name, times in (("requests_per_second", last), ("output_tokens_per_second", sent))
+    }
+    return shown(source, len(inside)), {**figures_of(inside), **rates}
 
 
 def shown(source: Mapping[str, Any], requests: int) -> Figures:
@@ -138,7 +149,7 @@ def shown(source: Mapping[str, Any], requests: int) -> Figures:
     return {"requests": requests, **rates, **spread}
 
 
-def read_tool(folder: Path, rows: list[dict[str, Any]]) -> tuple[Figures, list[dict[str, Any]]]:
+def read_tool(folder: Path, rows: list[Row]) -> tuple[Figures, Figures]:
     """Figures of another client, as ``megatoken audit`` reads them; it counts all of its last requests."""
     tree = walk(folder)
     found: list[Any] = [*tool_results_in(tree)[0], *endpoint_results_in(tree, None, rules_claimed=False)[0]]
@@ -154,7 +165,7 @@ def read_tool(folder: Path, rows: list[dict[str, Any]]) -> tuple[Figures, list[d
         "latency_seconds": figures.latency_seconds,
         "itl_seconds": distributions.get("itl", {}),
     }
-    return shown(source, count), rows[-count:]
+    return shown(source, count), figures_of(rows[-count:])
 
 
 def clients() -> dict[str, Client]:
@@ -247,13 +258,13 @@ def measure(name: str, client: Client, load_name: str, python: Path, work: Path)
         )
         with urllib.request.urlopen(url("/record"), timeout=60) as answer:
             record = [row for row in json.load(answer) if len(row["sent_ns"]) == row["tokens"] == TOKENS]
-    reported, rows = client.read(folder, record)
+    reported, server = client.read(folder, record)
     return {
         "client": name,
         "load": load_name,
         "command": shlex.join(arguments),
         "reported": reported,
-        "server": figures_of(rows),
+        "server": server,
     }
 
 
@@ -282,11 +293,11 @@ def main() -> None:
     parser.add_argument("--client", choices=list(known), action="append", help="default: all")
     parser.add_argument("--load", choices=list(LOADS), action="append", help="default: all")
     parser.add_argument("--endpoints-source", type=Path, help="checkout of mlcommons/endpoints")
+    parser.add_argument("--endpoints-python", default="python3.12", help="Python for it, 3.12 or newer")
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "megatoken-benchmarks")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    # It wants Python 3.12, but what a measurement needs of it runs on 3.11.
-    source = Environment((str(options.endpoints_source),), (), (), ("--ignore-requires-python",))
+    source = Environment((str(options.endpoints_source),), (), (), options.endpoints_python)
     environments = ENVIRONMENTS | {"mlcommons-endpoints": source}
     results = json.loads(options.out.read_text())["results"] if options.out.is_file() else []
     for name in options.client or known:

@@ -16,7 +16,7 @@ class Environment:
     requirements: tuple[str, ...]
     constraints: tuple[str, ...] = ("torch==2.13.0",)
     unwanted: tuple[str, ...] = ("torchvision", "torchaudio", "torchcodec")
-    options: tuple[str, ...] = ()  # of pip install
+    python: str = sys.executable  # that makes the environment
 
 
 ENVIRONMENTS = {
@@ -41,12 +41,11 @@ def interpreter(peer: str, environments: Path, environment: Environment | None =
         return python
     stamp.unlink(missing_ok=True)
     print(f"installing {', '.join(environment.requirements)} into {directory}", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    subprocess.run([environment.python, "-m", "venv", str(directory)], check=True)
     constraints = directory / "constraints.txt"
     constraints.write_text("\n".join(environment.constraints) + "\n")
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    options = [*environment.options, "--constraint", str(constraints)]
-    subprocess.run([*pip, "install", *options, *environment.requirements], check=True)
+    subprocess.run([*pip, "install", "--constraint", str(constraints), *environment.requirements], check=True)
     if environment.unwanted:
         subprocess.run([*pip, "uninstall", "--yes", *environment.unwanted], check=True)
     stamp.write_text(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import ssl
@@ -58,7 +59,7 @@ class Server:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.add(writer)
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            while True:
+            for number in itertools.count():
                 head = await reader.readuntil(b"\r\n\r\n")
                 self.heads.append(head)
                 path = head.split(b" ")[1].decode()
@@ -84,6 +85,9 @@ class Server:
                     else:
                         choices = [{"index": 0, "text": "a b c d", "finish_reason": "length"}]
                         reply(writer, {"choices": choices, "usage": {"prompt_tokens": 1, "completion_tokens": 4}})
+                elif number and str(body["prompt"]).startswith("new"):
+                    writer.close()  # as a server does whose limit of requests for each connection is reached
+                    return
                 else:
                     self.bodies.append(body)
                     await self.answer(str(body["prompt"]), body, writer)

@@ -216,6 +216,14 @@ def test_cancelled_samples_leave_no_event_and_connections_are_used_again(server:
     assert target.withdraw() == []
 
 
+def test_a_request_that_meets_connections_closed_while_idle_is_sent_on_a_new_one(server: Server) -> None:
+    with connected(server.url) as target:
+        answered(target, prompts("ok 1", "ok 2", "ok 3"))
+        last = answered(target, prompts("new", "new too"))
+    assert {event.error for event in last.values()} == {None}
+    assert server.asked["new"] == server.asked["new too"] == 1
+
+
 def test_the_key_is_sent_and_appears_nowhere_else(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("sk-secret-1\n")

@@ -13,6 +13,7 @@ from scripted_server import chunk, frame
 from megatoken.targets.endpoint.answers import Answer, BrokenAnswerError
 from megatoken.targets.endpoint.frames import take_apart
 
+READ_NS = 1000  # from one read to the next
 PIECES = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=6), min_size=1, max_size=12)
 
 
@@ -38,7 +39,8 @@ def one_by_one(reads: list[bytes], *, chunked: bool) -> Answer | None:
     parser = httptools.HttpResponseParser(Body())
     parser.feed_data(b"HTTP/1.1 200 OK\r\n" + b"Transfer-Encoding: chunked\r\n" * chunked + b"\r\n")
     try:
-        for now, read in enumerate(reads):  # noqa: B007
+        for number, read in enumerate(reads):
+            now = number * READ_NS
             parser.feed_data(read)
     except (BrokenAnswerError, httptools.HttpParserError):
         return None
@@ -70,7 +72,7 @@ def test_taken_apart_is_the_same_as_parsed(
         whole = b"".join(frames)
         assert parsed is None or b"".join(reads) != whole, "frames as they were learnt were not taken apart"
         return
-    answer.take_pieces(found, array("q", range(1, len(reads) + 1)))
+    answer.take_pieces(found, array("q", range(READ_NS, (len(reads) + 1) * READ_NS, READ_NS)))
     assert parsed is not None and state(answer) == state(parsed)
 
 

@@ -42,7 +42,10 @@ class BrokenAnswerError(Exception):
 
 
 class Answer:
-    """One answer. ``times`` has one entry for each frame that brought text, or for each token where ids were sent."""
+    """One answer. ``times`` has one entry for each frame that brought text, or for each token where ids were sent.
+
+    Tokens of one frame have the same time; frames that one read brought are 1 ns apart.
+    """
 
     def __init__(self, api: Api, *, keep_text: bool) -> None:
         self.times = array("q")
@@ -107,7 +110,8 @@ class Answer:
     def take_pieces(self, pieces: Pieces, times_ns: array[int]) -> None:
         """Takes frames like the one learnt; ``times_ns`` has the time of each read [reads]. The first text has come."""
         if len(pieces.counts) < (count := sum(pieces.counts)):
-            times_ns = array("q", (at for at, many in zip(times_ns, pieces.counts, strict=True) for _ in range(many)))
+            read = zip(times_ns, pieces.counts, strict=True)
+            times_ns = array("q", (at + number for at, many in read for number in range(many)))
         self.frames += count
         self.times += times_ns
         self.text_hash = zlib.crc32(pieces.text, self.text_hash)
@@ -148,7 +152,7 @@ class Answer:
 
     def _take_piece(self, piece: bytes, now_ns: int) -> None:
         self.frames += 1
-        self.times.append(now_ns)
+        self.times.append(self._after_last(now_ns))
         self.text_hash = zlib.crc32(piece, self.text_hash)
         if self.frames == 1:
             self.first_piece_hash = self.text_hash
@@ -209,6 +213,7 @@ class Answer:
         self.finish_reason = _ENDS.get(str(why or document.get("status") or ""), str(why or ""))
 
     def _take_text(self, text: str, ids: Any, now_ns: int) -> None:
+        now_ns = self._after_last(now_ns)
         if text:
             self._take_piece(text.encode("utf-8", "surrogatepass"), now_ns)
             if self._pieces is not None:
@@ -216,6 +221,10 @@ class Answer:
         if ids:
             self.token_ids += ids
             self.times.extend([now_ns] * (len(ids) - bool(text)))
+
+    def _after_last(self, now_ns: int) -> int:
+        """The time of another frame of a read at ``now_ns``."""
+        return max(now_ns, self.times[-1] + 1) if self.times else now_ns
 
     def _take_usage(self, usage: Any) -> None:
         if not isinstance(usage, dict):

@@ -100,7 +100,7 @@ class Client:
         if ticket not in self._open:
             return
         if cause == "stale":
-            self._start(exchange)
+            self._spawn(self._connect(exchange))  # other idle connections may have been closed too
             return
         if cause == "lost" and len(self._idle) > 1:
             self._spawn(self._ask_whether_gone(exchange, message))
