@@ -30,11 +30,8 @@ SEEDS_NOTE = (
     " covers how the machine varies on equal work, not what other seeds would change."
 )
 _METRICS = (
-    "output_tokens_per_second",
-    "steady_output_tokens_per_second",
-    "samples_per_second",
-    "loadgen_output_tokens_per_second",
-    "energy_joules_per_output_token",
+    *("output_tokens_per_second", "steady_output_tokens_per_second", "samples_per_second"),
+    *("loadgen_output_tokens_per_second", "energy_joules_per_output_token"),
 )
 _OWN_PERCENTILES = ("ttft", "tpot", "latency")  # where LoadGen states none, as in Offline
 _PERCENTILES = ("loadgen_ttft_p99_seconds", "loadgen_tpot_p99_seconds", "loadgen_latency_p90_seconds")

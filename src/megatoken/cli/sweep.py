@@ -38,16 +38,8 @@ if TYPE_CHECKING:
 
 # Settings that a sweep makes itself: it has its own loads, and claims no MLPerf rules.
 _OWN: tuple[str, ...] = (
-    "scenario",
-    "mode",
-    "rules",
-    "compliance",
-    "rate",
-    "find_rate",
-    "probe_seconds",
-    "samples",
-    "text",
-    "rack.count",
+    *("scenario", "mode", "rules", "compliance", "rate", "find_rate", "probe_seconds", "samples"),
+    *("text", "rack.count"),
 )
 _OWN += ("min_duration_seconds",)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatoken.engine.json_keys import LARGEST_INTEGER, Keys, is_integer
 from megatoken.errors import CapacityError, CheckpointError
@@ -257,37 +258,6 @@ class EngineConfig:
         return self.record_seconds
 
 
-def _gpt_oss(name: str, layers: int, experts: int) -> ModelConfig:
-    """One of the two sizes."""
-    return ModelConfig(
-        name,
-        2880,
-        2880,
-        layers,
-        heads=64,
-        kv_heads=8,
-        head_dim=64,
-        vocabulary_size=201_088,
-        max_positions=131_072,
-        rope=RopeConfig(
-            theta=150_000.0,
-            scaling="yarn",
-            factor=32.0,
-            low_frequency_factor=1.0,
-            high_frequency_factor=32.0,
-            original_max_positions=4096,
-            truncated=False,
-            attention_factor=0.1 * math.log(32.0) + 1.0,
-        ),
-        qkv_bias=True,
-        output_bias=True,
-        end_token_ids=(200_002, 199_999, 200_012),
-        experts=gpt_oss_experts(experts, 4, 2880, layers, ClampedSwiglu(alpha=1.702, limit=7.0)),
-        windows=tuple(None if layer % 2 else 128 for layer in range(layers)),
-        sinks=True,
-    )
-
-
 def gpt_oss_experts(count: int, active: int, width: int, layers: int, activation: ClampedSwiglu) -> ExpertsConfig:
     """In every layer."""
     return ExpertsConfig(
@@ -302,76 +272,28 @@ def gpt_oss_experts(count: int, active: int, width: int, layers: int, activation
     )
 
 
-def _llama31(name: str, hidden_size: int, intermediate_size: int, layers: int, heads: int) -> ModelConfig:
-    """One of the Llama 3.1 Instruct family: all sizes share heads, vocabulary, context and rotary scaling."""
-    return ModelConfig(
-        name,
-        hidden_size,
-        intermediate_size,
-        layers,
-        heads,
-        kv_heads=8,
-        head_dim=128,
-        vocabulary_size=128_256,
-        max_positions=131_072,
-        rope=RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0),
-        end_token_ids=(128_001, 128_008, 128_009),
-    )
+def _shape(name: str, values: dict[str, Any]) -> ModelConfig:
+    """A row of ``model_shapes.json``: fields of ``ModelConfig``; experts in every layer, windows in every other one."""
+    layers = values["layers"]
+    if "rope" in values:
+        values["rope"] = RopeConfig(**values["rope"])
+    if "experts" in values:
+        experts = values["experts"]
+        parts, activation = experts.pop("parts", None), experts.pop("activation", None)
+        experts |= {} if parts is None else {"parts": tuple(parts)}
+        experts |= {} if activation is None else {"activation": ClampedSwiglu(**activation)}
+        values["experts"] = ExpertsConfig(**experts, layers=tuple(range(layers)))
+    if (window := values.pop("every_other_window", None)) is not None:
+        values["windows"] = tuple(None if layer % 2 else window for layer in range(layers))
+    return ModelConfig(name, **values | {"end_token_ids": tuple(values["end_token_ids"])})
 
 
-# Published shapes, and three small ones for machines without a GPU. Columns: hidden, feed-forward, layers, heads,
-# kv heads, head dim, vocabulary, positions.
+_DATA = Path(__file__).resolve().parents[1] / "data"
 SHAPES: dict[str, ModelConfig] = {
-    shape.name: shape
-    for shape in (
-        ModelConfig("tiny", 256, 896, 6, 8, 4, 32, 8192, 2048, end_token_ids=(2,)),
-        ModelConfig("125m", 768, 2048, 12, 12, 4, 64, 32_000, 2048, end_token_ids=(2,)),
-        ModelConfig("1.1b", 2048, 5632, 22, 32, 4, 64, 32_000, 2048, end_token_ids=(2,)),
-        _llama31("llama3.1-8b", 4096, 14_336, 32, 32),
-        ModelConfig("llama2-70b", 8192, 28_672, 80, 64, 8, 128, 32_000, 4096, end_token_ids=(2,)),
-        _llama31("llama3.1-405b", 16_384, 53_248, 126, 128),
-        ModelConfig(
-            "qwen3-30b-a3b",
-            2048,
-            6144,
-            48,
-            32,
-            4,
-            128,
-            151_936,
-            40_960,
-            rms_norm_epsilon=1e-6,
-            rope=RopeConfig(theta=1e6),
-            qk_norm=True,
-            end_token_ids=(151_645, 151_643),
-            experts=ExpertsConfig(128, 8, 768, normalized=True, layers=tuple(range(48))),
-        ),
-        ModelConfig(
-            "mixtral-8x7b",
-            4096,
-            14_336,
-            32,
-            32,
-            8,
-            128,
-            32_000,
-            32_768,
-            rope=RopeConfig(theta=1e6),
-            end_token_ids=(2,),
-            experts=ExpertsConfig(
-                8,
-                2,
-                14_336,
-                normalized=True,
-                layers=tuple(range(32)),
-                module="block_sparse_moe",
-                parts=("w1", "w3", "w2"),
-            ),
-        ),
-        _gpt_oss("gpt-oss-20b", 24, 32),
-        _gpt_oss("gpt-oss-120b", 36, 128),
-    )
+    name: _shape(name, values)
+    for name, values in json.loads((_DATA / "model_shapes.json").read_text(encoding="utf-8")).items()
 }
+"""Published shapes, and three small ones for machines without a GPU."""
 
 
 def find_shape(name: str) -> ModelConfig:
@@ -417,7 +339,7 @@ def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
 
 
 REFERENCE = "reference"  # the trained model that ships with the package
-_REFERENCE_FOLDER = Path(__file__).resolve().parents[1] / "data" / "reference_model"
+_REFERENCE_FOLDER = _DATA / "reference_model"
 
 
 def model_folder(model: str | Path) -> Path:

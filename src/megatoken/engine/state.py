@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TOTALS = (
-    "steps",
-    "processed_tokens",
-    "output_tokens",
-    "decoded_tokens",
-    "context_tokens",
-    "preemptions",
-    "recomputed_tokens",
-    "computed_seconds",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
+    *("steps", "processed_tokens", "output_tokens", "decoded_tokens", "context_tokens", "preemptions"),
+    *("recomputed_tokens", "computed_seconds", "prefix_cache_queries", "prefix_cache_hits"),
 )
 """Fields of ``ReplicaState`` that only grow while an engine lives; ``replicas`` aside, the others are levels."""
 

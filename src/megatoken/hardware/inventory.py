@@ -22,12 +22,8 @@ from megatoken.hardware.host_sensors import logged_xids
 
 PACKAGES = ("torch", "numpy", "mlcommons-loadgen", "safetensors", "tokenizers", "pyarrow", "triton")
 VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "KMP_AFFINITY",
-    "GOMP_CPU_AFFINITY",
-    "GOMP_SPINCOUNT",
-    "CUDA_VISIBLE_DEVICES",
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY"),
+    *("GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES"),
 )
 MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 ARM_INSTRUCTIONS = ("asimd", "bf16", "i8mm", "sve", "sve2")

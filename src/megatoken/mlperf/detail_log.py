@@ -31,16 +31,9 @@ MOST_RESTYLED = 1_000  # lines in another spelling that are parsed; a log with m
 _KEY_BYTES = 30
 LIBRARY_SET = "loaded_qsl_set"
 COMMON_SETTINGS = (
-    "qsl_rng_seed",
-    "sample_index_rng_seed",
-    "schedule_rng_seed",
-    "accuracy_log_rng_seed",
-    "accuracy_log_probability",
-    "accuracy_log_sampling_target",
-    "print_timestamps",
-    "performance_issue_unique",
-    "performance_issue_same",
-    "performance_issue_same_index",
+    *("qsl_rng_seed", "sample_index_rng_seed", "schedule_rng_seed", "accuracy_log_rng_seed"),
+    *("accuracy_log_probability", "accuracy_log_sampling_target", "print_timestamps", "performance_issue_unique"),
+    *("performance_issue_same", "performance_issue_same_index"),
 )
 """Settings that LoadGen logs in this order in every scenario: as requested, as effective, and in the summary."""
 

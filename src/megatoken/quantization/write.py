@@ -30,12 +30,8 @@ FORMATS: tuple[Format, ...] = ("nvfp4", "mxfp4", "fp8", "int4")
 INT4_BLOCKS = (128, 64, 32)
 INDEX = "model.safetensors.index.json"
 COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt"),
 )
 COPIED_TEXTS = ("chat_template*", "LICENSE*", "NOTICE*", "README*", "model_card*")
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))

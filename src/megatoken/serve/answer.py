@@ -66,17 +66,8 @@ class Choice:
     """One of the answers to a prompt: the sink of one engine request."""
 
     __slots__ = (
-        "_answer",
-        "_can_stop",
-        "_ending",
-        "_text",
-        "_tokenizer",
-        "cached_tokens",
-        "ended",
-        "index",
-        "request",
-        "request_id",
-        "write_text",
+        *("_answer", "_can_stop", "_ending", "_text", "_tokenizer", "cached_tokens", "ended", "index", "request"),
+        *("request_id", "write_text"),
     )
 
     def __init__(

@@ -30,15 +30,7 @@ class Exchange:
     """A request under way, over one connection after the other if it is repeated."""
 
     __slots__ = (
-        "answer",
-        "connection",
-        "deadline",
-        "endpoint",
-        "first_reported",
-        "resent",
-        "retries",
-        "sent_ns",
-        "task",
+        *("answer", "connection", "deadline", "endpoint", "first_reported", "resent", "retries", "sent_ns", "task"),
     )
 
     def __init__(self, task: Task, deadline: float) -> None:
@@ -98,28 +90,9 @@ class Connection:
     """
 
     __slots__ = (
-        "_answer",
-        "_begun",
-        "_between_chunks",
-        "_body",
-        "_body_bytes",
-        "_exchange",
-        "_head_bytes",
-        "_headers",
-        "_learnt",
-        "_now_ns",
-        "_owner",
-        "_parser",
-        "_status",
-        "_unsent",
-        "_used",
-        "closed",
-        "endpoint",
-        "held",
-        "held_ns",
-        "receive",
-        "socket",
-        "tail",
+        *("_answer", "_begun", "_between_chunks", "_body", "_body_bytes", "_exchange", "_head_bytes", "_headers"),
+        *("_learnt", "_now_ns", "_owner", "_parser", "_status", "_unsent", "_used", "closed", "endpoint", "held"),
+        *("held_ns", "receive", "socket", "tail"),
     )
 
     def __init__(self, owner: Owner, endpoint: int, connected: socket.socket) -> None:
