@@ -29,7 +29,7 @@ def dossier(
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Put audits, runs, your limits and an evidence form into one dossier. Page, PDF and JSON document."""
+    """Put audits, runs and their evidence into one dossier. Page, PDF and JSON document."""
     from megatoken.analysis.lookup import read_runs
     from megatoken.config import load_limits
     from megatoken.dossier import dossier as made
