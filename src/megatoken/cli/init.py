@@ -11,7 +11,7 @@ from megatoken.errors import ExitCode
 
 
 def init(folder: Annotated[Path, place("DIR", "Folder to make; files that are there stay unchanged.")]) -> int:
-    """Make a workspace. A commented configuration, sample prompts, limits, claims and an evidence form."""
+    """Make a workspace: configuration, prompts, limits and claims. Files have comments; an evidence form is added."""
     from megatoken.dossier import workspace
 
     made = workspace.make_workspace(folder)
