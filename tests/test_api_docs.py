@@ -24,6 +24,7 @@ def test_the_examples_run_in_the_order_of_the_page(capsys: pytest.CaptureFixture
             exec(compile(code, f"docs/api.md, {title or 'beginning'}", "exec"), names)
             shown[title] = capsys.readouterr().out
     assert "stop" in shown[""] or "length" in shown[""]
+    assert shown["Chats"] == "apple, fig, pear, plum\n"
     assert re.search(r'\{\s*"colour"\s*:\s*"(red|blue)"', shown["Grammars"])
     assert re.search(r"^[0-9]{2}-[a-z]{3}$", shown["Grammars"], flags=re.MULTILINE)
     assert len(shown["Logprobs"].splitlines()) <= 5 and shown["Logprobs"]

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
         TokenLogprobs,
     )
     from megatoken.engine.async_engine import AsyncEngine
+    from megatoken.serve.python_chat import ChatTemplate
 
 __version__ = "0.2.0"
 __all__ = [
     "AsyncEngine",
+    "ChatTemplate",
     "Completion",
     "Engine",
     "EngineConfig",
@@ -47,6 +49,10 @@ def __getattr__(name: str) -> Any:
         from megatoken.engine.async_engine import AsyncEngine
 
         return AsyncEngine
+    if name == "ChatTemplate":
+        from megatoken.serve.python_chat import ChatTemplate
+
+        return ChatTemplate
     if name in __all__:
         from megatoken import engine
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from serving import REFERENCE_MODEL, Reply, Served, serving
 
+from megatoken import ChatTemplate, Engine, EngineConfig
 from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import RequestError
 from megatoken.serve.schema_chat import ChatBody
 from megatoken.serve.schema_common import UNSUPPORTED, WITHOUT_EFFECT
 from megatoken.serve.schema_completions import CompletionBody, DetokenizeBody, TokenizeBody
@@ -254,6 +256,17 @@ def test_bad_words_are_not_in_the_answer(server: Served) -> None:
         choices = text(server, bad_words=[year, free[:2]], max_tokens=30, **fields).json()["choices"]
         assert all(free[:2] not in one["text"] and year not in one["text"] for one in choices)
     assert chat(server, bad_words=[free[:2]]).status == 200
+
+
+def test_the_python_api_makes_the_same_prompt_of_a_chat(server: Served) -> None:
+    messages = [{"role": "system", "content": "Sort."}, {"role": "user", "content": "b a"}]
+    served = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    with Engine("reference", EngineConfig(precision="fp32", cache_tokens=64)) as engine:
+        assert ChatTemplate("reference").prompt(engine, messages) == served
+        with pytest.raises(RequestError, match="cannot render these messages"):
+            ChatTemplate("reference").prompt(engine, [{"role": "user"}], continue_final_message=True)
+        with pytest.raises(RequestError, match="no chat template"):
+            ChatTemplate("tiny").prompt(engine, messages)
 
 
 def test_an_answer_has_allowed_tokens_alone(server: Served) -> None:
