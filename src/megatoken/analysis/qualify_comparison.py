@@ -152,11 +152,7 @@ def table_of(table: str) -> tuple[Path, list[dict[str, str]]]:
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """The rows of a table.
-
-    Raises:
-        UsageError: the file cannot be read, lacks a column, or a value is no number.
-    """
+    """The rows of a table. Raises UsageError: the file cannot be read, lacks a column, or a value is no number."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))

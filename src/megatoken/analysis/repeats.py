@@ -210,11 +210,7 @@ def _missing(folder: Path, there: Container[str]) -> Iterator[str]:
 
 
 def read_repeats(folder: Path) -> dict[str, Any] | None:
-    """``repeats.json`` of a folder of repeats; None where there is none.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """``repeats.json`` of a folder of repeats; None where there is none. Raises UsageError: it cannot be read."""
     path = folder / REPEATS
     if not path.is_file():
         return None

@@ -26,11 +26,7 @@ class SavedAggregate:
 
 
 def read_aggregate(path: Path) -> SavedAggregate:
-    """``aggregate.json`` of ``megatoken aggregate --out``.
-
-    Raises:
-        UsageError: the file cannot be read or is none.
-    """
+    """``aggregate.json`` of ``megatoken aggregate --out``. Raises UsageError: the file cannot be read or is none."""
     try:
         document = json.loads(read_text(path, LARGEST_BYTES)[0])
     except (UnreadableError, ValueError) as error:

@@ -56,31 +56,19 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Mixtures of experts: layers whose feed-forward network is one of ``count`` for each of a token's choices.
+    """Mixtures of experts: layers whose feed-forward network is one of ``count`` for each of a token's choices."""
 
-    Attributes:
-        count: experts of a layer.
-        active: experts that compute each token.
-        intermediate_size: of one expert.
-        normalized: the weights of a token's choices are divided by their sum.
-        layers: numbers of the layers that have experts; the others are dense.
-        module: name of a layer's mixture in Hugging Face's files.
-        parts: names of an expert's gate, up and down projection there.
-        router_part: name of the linear that scores the experts.
-        biases: router and experts have them.
-        activation: of gate and up projection; None: ``silu(gate) * up``.
-    """
-
-    count: int
-    active: int
-    intermediate_size: int
-    normalized: bool
-    layers: tuple[int, ...]
-    module: str = "mlp"
+    count: int  # experts of a layer
+    active: int  # experts that compute each token
+    intermediate_size: int  # of one expert
+    normalized: bool  # the weights of a token's choices are divided by their sum
+    layers: tuple[int, ...]  # numbers of the layers that have experts; the others are dense
+    module: str = "mlp"  # name of a layer's mixture in Hugging Face's files
+    # names of an expert's gate, up and down projection there
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    router_part: str = "gate"
-    biases: bool = False
-    activation: ClampedSwiglu | None = None
+    router_part: str = "gate"  # name of the linear that scores the experts
+    biases: bool = False  # router and experts have them
+    activation: ClampedSwiglu | None = None  # of gate and up projection; None: ``silu(gate) * up``
 
     def names(self, layer: int, expert: int) -> list[str]:
         """The linears of one expert: gate, up and down."""
@@ -297,11 +285,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 def find_shape(name: str) -> ModelConfig:
-    """The shape of that name in ``SHAPES``.
-
-    Raises:
-        CheckpointError: no such shape.
-    """
+    """The shape of that name in ``SHAPES``. Raises CheckpointError: no such shape."""
     if name not in SHAPES:
         raise CheckpointError(f"{name}: not one of the named shapes; give --model, one of {', '.join(SHAPES)}")
     return SHAPES[name]

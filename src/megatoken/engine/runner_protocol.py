@@ -61,43 +61,27 @@ class LaunchedStep(Protocol):
 
 
 class Runner(Protocol):
-    """What computes, or pretends to compute, the steps that an engine plans.
-
-    Attributes:
-        content_hash: of the weights.
-        gpu_uuids: of the GPUs of all ranks, as their driver names them.
-        overlaps: whether it runs a step while the host collects the one before.
-        unsupported: options of requests, by the names of ``used_options``, that it does not have.
-        recorded: what it recorded when it was opened; None if it had no time for that.
-    """
+    """What computes, or pretends to compute, the steps that an engine plans."""
 
     model_config: ModelConfig
     memory_plan: MemoryPlan
-    content_hash: str
+    content_hash: str  # of the weights
     tokenizer: Tokenizer | None
-    gpu_uuids: list[str]
-    overlaps: bool
-    unsupported: frozenset[str]
-    recorded: RecordedSteps | None
+    gpu_uuids: list[str]  # of the GPUs of all ranks, as their driver names them
+    overlaps: bool  # whether it runs a step while the host collects the one before
+    unsupported: frozenset[str]  # options of requests, by the names of ``used_options``, that it does not have
+    recorded: RecordedSteps | None  # what it recorded when it was opened; None if it had no time for that
 
     def launch(
         self,
-        plan: StepPlan,
-        page_table: NDArray[np.int32],
-        requests: Mapping[int, ActiveRequest],
+        plan: StepPlan,  # what to run
+        page_table: NDArray[np.int32],  # the scheduler's, with the plan's new pages
+        requests: Mapping[int, ActiveRequest],  # by id; all of the plan's are among them
         *,
-        plain: bool,
-        after_idle: bool,
+        plain: bool,  # whether all requests are, see ``ActiveRequest``
+        after_idle: bool,  # whether there was no request at some moment since the step before
     ) -> LaunchedStep:
-        """Start a step.
-
-        Args:
-            plan: what to run.
-            page_table: the scheduler's, with the plan's new pages.
-            requests: by id; all of the plan's are among them.
-            plain: whether all requests are, see ``ActiveRequest``.
-            after_idle: whether there was no request at some moment since the step before.
-        """
+        """Start a step."""
 
     def now(self) -> float:
         """Seconds on the clock by which steps are timed."""

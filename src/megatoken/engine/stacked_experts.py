@@ -40,13 +40,7 @@ class _Place(NamedTuple):
 
 
 class StackedExperts:
-    """The experts of such a checkpoint. If they are MXFP4, also a source of quantised linears.
-
-    Attributes:
-        packed: the weights are MXFP4.
-        directory: of the files.
-        expanded: weights that were read in fp8, and whether e4m3 held every value exactly.
-    """
+    """The experts of such a checkpoint. If they are MXFP4, also a source of quantised linears."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
         """``tensors``: all of the checkpoint, checked when they are read.
@@ -55,9 +49,9 @@ class StackedExperts:
             CheckpointError: sides that MXFP4 cannot have, or that do not show which of them has the rows.
         """
         assert config.experts is not None
-        self.packed = any(name.endswith(_BLOCKS) for name in tensors)
-        self.directory = next(iter(tensors.values())).path.parent
-        self.expanded: dict[str, bool] = {}
+        self.packed = any(name.endswith(_BLOCKS) for name in tensors)  # the weights are MXFP4
+        self.directory = next(iter(tensors.values())).path.parent  # of the files
+        self.expanded: dict[str, bool] = {}  # weights that were read in fp8, and whether e4m3 held every value exactly
         self._tensors = tensors
         self._places: dict[str, _Place] = {}
         self._sides: dict[str, tuple[int, int]] = {}
@@ -103,11 +97,7 @@ class StackedExperts:
         return self.packed and isinstance(name, str) and name.endswith(".weight") and self.has(name)
 
     def stored(self, name: str) -> Packed4:
-        """One weight, on the CPU.
-
-        Raises:
-            CheckpointError: it holds NaN or infinity, or the file changed.
-        """
+        """One weight, on the CPU. Raises CheckpointError: it holds NaN or infinity, or the file changed."""
         import torch
 
         from megatoken.engine.schemes.packed4 import Packed4

@@ -20,13 +20,8 @@ from megatoken.text import precise
 
 PROBES = "probes"
 FAILURE_CODES = {
-    "LOADGEN_ERRORS",
-    "FAILED_SAMPLES",
-    "SEND_LAG",
-    "CLIENT_LIMIT",
-    "WALL_CLOCK",
-    "LOADGEN_DISAGREES",
-    "CLIENT_SATURATED",
+    *("LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK"),
+    *("LOADGEN_DISAGREES", "CLIENT_SATURATED"),
 }
 
 

@@ -62,27 +62,16 @@ NO_DATA_SET = Dataset(
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a run needs, checked, and what is known about it.
+    """What a run needs, checked, and what is known about it."""
 
-    Attributes:
-        config: what to run.
-        model: the model that the backend serves.
-        data_set: the requests; the backend can serve every one.
-        warnings: why the run may not be worth its time.
-        notes: what a reader of the results must know.
-        gate: what the answers are compared with before there is a verdict.
-        tokenizer: the model's, where the run uses it and the model has one.
-        qualification: document of the machine, if it was qualified first.
-    """
-
-    config: RunConfig
-    model: ServedModel
-    data_set: Dataset
-    warnings: tuple[str, ...]
-    notes: tuple[Reason, ...]
-    gate: Gate | None
-    tokenizer: Tokenizer | None
-    qualification: Mapping[str, Any] | None = None
+    config: RunConfig  # what to run
+    model: ServedModel  # the model that the backend serves
+    data_set: Dataset  # the requests; the backend can serve every one
+    warnings: tuple[str, ...]  # why the run may not be worth its time
+    notes: tuple[Reason, ...]  # what a reader of the results must know
+    gate: Gate | None  # what the answers are compared with before there is a verdict
+    tokenizer: Tokenizer | None  # the model's, where the run uses it and the model has one
+    qualification: Mapping[str, Any] | None = None  # document of the machine, if it was qualified first
 
     def facts(self, *, hashed: bool = True) -> dict[str, Any]:
         """The fields of ``result.json`` that are known before the run; unless ``hashed``, without reading the model."""

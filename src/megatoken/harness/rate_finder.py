@@ -68,11 +68,7 @@ def too_few(rate: float, samples: int, seconds: float) -> str | None:
 
 
 class RateFinder:
-    """Searches until the rate is found or given up, or until ``measure`` returns None because it was interrupted.
-
-    Attributes:
-        probes: the outcome of each try, ready for ``result.json``.
-    """
+    """Searches until the rate is found or given up, or until ``measure`` returns None because it was interrupted."""
 
     def __init__(
         self,
@@ -90,7 +86,7 @@ class RateFinder:
         self._life_seconds = 0.0
         self._shortest_probe_seconds = SHORTEST_PROBE_SECONDS
         self._too_few: str | None = None
-        self.probes: list[dict[str, Any]] = []
+        self.probes: list[dict[str, Any]] = []  # the outcome of each try, ready for ``result.json``
 
     @property
     def found(self) -> float | None:

@@ -147,11 +147,7 @@ def checked(value: Any, where: str = "document") -> Document:
 
 
 def document_in(folder: Path) -> Path:
-    """The one saved document of ``folder``.
-
-    Raises:
-        UsageError: there is none, or there are several to choose from.
-    """
+    """The one saved document of ``folder``. Raises UsageError: there is none, or there are several to choose from."""
     found = [path for kind in KINDS if (path := folder / f"{kind}.json").is_file()]
     if not found:
         raise UsageError(

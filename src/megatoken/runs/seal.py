@@ -63,11 +63,7 @@ def seal(folder: Path, key: Path | None = None) -> dict[str, Any]:
 
 
 def seal_state(folder: Path) -> SealState | None:
-    """Compare a folder with its seal; None where it has none.
-
-    Raises:
-        ValueError: the seal cannot be read.
-    """
+    """Compare a folder with its seal; None where it has none. Raises ValueError: the seal cannot be read."""
     if not (folder / SEAL).is_file():
         return None
     document = json.loads((folder / SEAL).read_bytes())

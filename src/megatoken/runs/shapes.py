@@ -73,11 +73,7 @@ def check_result(result: Mapping[str, Any]) -> None:
 
 
 def check_environment(environment: Mapping[str, Any]) -> None:
-    """The same for environment.json.
-
-    Raises:
-        ValueError: the message names the field.
-    """
+    """The same for environment.json. Raises ValueError: the message names the field."""
     for name in ("cpu", "packages"):
         _require(isinstance(environment.get(name) or {}, dict), f"{name} is not a mapping")
     gpus = environment.get("gpus") or []

@@ -64,11 +64,7 @@ class ModelTemplates:
             self.by_name[DEFAULT if path.name == "chat_template.jinja" else path.stem] = _read(path)
 
     def choose(self, tools: bool) -> str:
-        """The name of the template for a chat.
-
-        Raises:
-            ApiError: the model has none.
-        """
+        """The name of the template for a chat. Raises ApiError: the model has none."""
         if tools and TOOL_USE in self.by_name:
             return TOOL_USE
         if DEFAULT in self.by_name:

@@ -60,11 +60,7 @@ class ApiContext:
         settings: ApiSettings,  # of the operator
         note: Callable[[str], None],  # takes a line for the log
     ) -> ApiContext:
-        """Read the model's templates and defaults.
-
-        Raises:
-            CheckpointError, UsageError: a file cannot be used.
-        """
+        """Read the model's templates and defaults. Raises CheckpointError or UsageError: a file cannot be used."""
         templates, defaults = model_files(model.folder, settings)
         tool_format = settings.tool_format
         return cls(
@@ -109,11 +105,7 @@ class ApiContext:
             self.note(f"ignored unknown fields of requests: {', '.join(new)[:500]}")
 
     async def encode(self, text: str, *, add_special: bool, param: str) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            ApiError: there is no tokenizer, or the text cannot be encoded.
-        """
+        """Token ids of a prompt. Raises ApiError: there is no tokenizer, or the text cannot be encoded."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ApiError("the model has no tokenizer; give the prompt as token ids", param=param)
@@ -127,11 +119,7 @@ class ApiContext:
             raise ApiError(str(error), param=param) from None
 
     def check_length(self, characters: int, param: str) -> None:
-        """Refuse a text that can never fit, before any work is done on it.
-
-        Raises:
-            ApiError: it is too long.
-        """
+        """Refuse a text that can never fit, before any work is done on it. Raises ApiError: it is too long."""
         longest = max(LONG_TEXT, LONGEST_PROMPT * self.model.max_length)
         if characters > longest:
             raise ApiError(

@@ -72,11 +72,7 @@ def keeps_packed(dtype: torch.dtype) -> bool:
 
 
 def pack_linear(weight: Any, bias_N: Tensor | None, scheme: LinearScheme) -> Linear:
-    """The weight in the scheme's format.
-
-    Raises:
-        CapacityError: the scheme's products cannot have these sides.
-    """
+    """The weight in the scheme's format. Raises CapacityError: the scheme's products cannot have these sides."""
     return scheme.cuda_linear(scheme.quantise(weight) if isinstance(weight, Tensor) else weight, bias_N)
 
 
@@ -93,11 +89,7 @@ def pack_experts(
     config: ExpertsConfig,
     scheme: LinearScheme,
 ) -> Experts:
-    """One tensor for a projection of all experts.
-
-    Raises:
-        CapacityError: the products cannot have these sides.
-    """
+    """One tensor for a projection of all experts. Raises CapacityError: the products cannot have these sides."""
     return Experts.pack(router, experts, config, scheme)
 
 

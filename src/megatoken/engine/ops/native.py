@@ -220,19 +220,12 @@ def attention(
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """``factor * (code - zero)``, four bits a code.
+    """``factor * (code - zero)``, four bits a code."""
 
-    Attributes:
-        codes_NB: uint8, two to a byte, the even column in the low bits.
-        factor_NG: fp32, for each group of columns.
-        zero_NG: fp32; None for e2m1, and if all zeros are 8.
-        e2m1: whether codes are e2m1 numbers; otherwise integers.
-    """
-
-    codes_NB: Tensor
-    factor_NG: Tensor
-    zero_NG: Tensor | None
-    e2m1: bool
+    codes_NB: Tensor  # uint8, two to a byte, the even column in the low bits
+    factor_NG: Tensor  # fp32, for each group of columns
+    zero_NG: Tensor | None  # fp32; None for e2m1, and if all zeros are 8
+    e2m1: bool  # whether codes are e2m1 numbers; otherwise integers
 
     @property
     def columns(self) -> int:
@@ -312,26 +305,16 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor | None:
 
 
 def rotate_and_write(
-    qkv_TN: Tensor,
-    cos_LE: Tensor,
-    sin_LE: Tensor,
-    positions_T: Tensor,
-    cache_slots_T: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    heads: int,
+    qkv_TN: Tensor,  # contiguous [T, (H + 2K) * E]
+    cos_LE: Tensor,  # rotary tables of all positions, like ``sin_LE``, which carries the minus sign of the first half
+    sin_LE: Tensor,  # see ``cos_LE``
+    positions_T: Tensor,  # int32
+    cache_slots_T: Tensor,  # int32 page * page_size + offset
+    k_cache: Tensor,  # [pages, kv_heads, page_size, head_dim], like ``v_cache``
+    v_cache: Tensor,  # values
+    heads: int,  # H
 ) -> Tensor | None:
     """Rotate queries and keys, store keys and values -> queries [T, H, E]; None if no kernel fits.
-
-    Args:
-        qkv_TN: contiguous [T, (H + 2K) * E].
-        cos_LE: rotary tables of all positions, like ``sin_LE``, which carries the minus sign of the first half.
-        sin_LE: see ``cos_LE``.
-        positions_T: int32.
-        cache_slots_T: int32 page * page_size + offset.
-        k_cache: [pages, kv_heads, page_size, head_dim], like ``v_cache``.
-        v_cache: values.
-        heads: H.
 
     Raises:
         TypeError: an operand has another dtype, shape or layout.

@@ -26,50 +26,32 @@ class LinearScheme:
 
     This class is the plain format, with weights like activations; a quantised one is a subclass in its own module.
     A weight is a tensor [N, D], or the scheme's own type once it is quantised.
-
-    Attributes:
-        precision: name of the format.
-        quantised_format: of weights and inputs of the linears; None: that of activations.
-        fp8_scales: the option that picks this scheme among those of its precision; None if there is one alone.
-        activation_type: PyTorch's name of the type of activations.
-        activation_bytes: of one activation.
-        weight_bytes: of one weight on a GPU, its part of a block's scale included.
-        output_scale_bytes: of the scales of one output of a linear.
-        fp8_cache: keys and values are e4m3, which the CPU holds in ``activation_type``.
-        lowest_capability: CUDA compute capability that the GPU back end needs; None if that back end lacks the format.
-        simulated_only: no back end has it.
-        cpu_input_bytes: of one input value, quantised and of the product before it is scaled, on the CPU.
-        gpu_input_bytes: of one input value on a GPU while its scale is being measured.
-        fused_all_reduce: ``ops.fused_all_reduce`` can quantise the inputs.
-        spec_column: of ``gpu_specs.csv``, with the rate of dense products; None if GPUs have no such products.
-        published_column: with a published rate of large products.
-        product_share: of the data sheet's rate, reached by products of endless depth at the highest clock of an H200.
-        sustained_share: the same at the clock that such products settle at.
-        sustained_basis: which GPUs reach ``sustained_share``.
-        watts_per_operation: per operation/s at ``cost_model.FITTED_CLOCK_MHZ``.
-        product_operations_per_second: of one H200 (benchmarks/gemm.py).
     """
 
-    precision: Precision
-    activation_type: str
-    activation_bytes: int
-    weight_bytes: float
-    quantised_format: str | None = None
+    precision: Precision  # name of the format
+    activation_type: str  # PyTorch's name of the type of activations
+    activation_bytes: int  # of one activation
+    weight_bytes: float  # of one weight on a GPU, its part of a block's scale included
+    quantised_format: str | None = None  # of weights and inputs of the linears; None: that of activations
+    # the option that picks this scheme among those of its precision; None if there is one alone
     fp8_scales: Fp8Scales | None = None
-    output_scale_bytes: int = 0
-    fp8_cache: bool = False
+    output_scale_bytes: int = 0  # of the scales of one output of a linear
+    fp8_cache: bool = False  # keys and values are e4m3, which the CPU holds in ``activation_type``
+    # CUDA compute capability that the GPU back end needs; None if that back end lacks the format
     lowest_capability: tuple[int, int] | None = None
-    simulated_only: bool = False
-    cpu_input_bytes: int = 0
-    gpu_input_bytes: int = 0
-    fused_all_reduce: bool = True
+    simulated_only: bool = False  # no back end has it
+    cpu_input_bytes: int = 0  # of one input value, quantised and of the product before it is scaled, on the CPU
+    gpu_input_bytes: int = 0  # of one input value on a GPU while its scale is being measured
+    fused_all_reduce: bool = True  # ``ops.fused_all_reduce`` can quantise the inputs
+    # of ``gpu_specs.csv``, with the rate of dense products; None if GPUs have no such products
     spec_column: str | None = None
-    published_column: str | None = None
+    published_column: str | None = None  # with a published rate of large products
+    # of the data sheet's rate, reached by products of endless depth at the highest clock of an H200
     product_share: float = math.nan
-    sustained_share: float = math.nan
-    sustained_basis: str = "an H200 reaches"
-    watts_per_operation: float = math.nan
-    product_operations_per_second: float = math.nan
+    sustained_share: float = math.nan  # the same at the clock that such products settle at
+    sustained_basis: str = "an H200 reaches"  # which GPUs reach ``sustained_share``
+    watts_per_operation: float = math.nan  # per operation/s at ``cost_model.FITTED_CLOCK_MHZ``
+    product_operations_per_second: float = math.nan  # of one H200 (benchmarks/gemm.py)
 
     def formats(self) -> dict[str, str]:
         """Number formats of the weights of the layers' linears, the inputs of these linears, and the KV cache."""

@@ -33,29 +33,19 @@ _SMALLEST_EXPONENT = -100  # of an e4m3 scale, so that its product with an input
 
 @dataclass(frozen=True, slots=True)
 class Packed4:
-    """A weight [N, K] of four-bit codes with scales for groups of columns.
+    """A weight [N, K] of four-bit codes with scales for groups of columns."""
 
-    Attributes:
-        codes_NB: uint8 [N, K / 2, rounded up]; the even column in the low bits.
-        columns: K.
-        kind: of the codes.
-        scale_NG: for each group: e4m3, e8m0 (a power of two), fp16, bf16 or fp32.
-        second_N1: fp64 [N, 1], multiplies the scales of a row; fp64, so that the reciprocal of a stored divisor gives
-            the same factor as the division. None for 1.
-        zero_NG: uint8, subtracted from int4 codes; None for ``SYMMETRIC_ZERO``, and for e2m1.
-        group_K: int64, the group of each column; None where groups are equally many neighbours.
-        pre_scale_K: fp32, multiplies the linear's input; None for 1.
-        largest_input: magnitude that was measured of the input, after ``pre_scale_K``; None if it was not.
-    """
-
-    codes_NB: Tensor
-    columns: int
-    kind: Kind
-    scale_NG: Tensor
+    codes_NB: Tensor  # uint8 [N, K / 2, rounded up]; the even column in the low bits
+    columns: int  # K
+    kind: Kind  # of the codes
+    scale_NG: Tensor  # for each group: e4m3, e8m0 (a power of two), fp16, bf16 or fp32
+    # fp64 [N, 1], multiplies the scales of a row; fp64, so that the reciprocal of a stored divisor gives the same
+    # factor as the division. None for 1.
     second_N1: Tensor | None = None
-    zero_NG: Tensor | None = None
-    group_K: Tensor | None = None
-    pre_scale_K: Tensor | None = None
+    zero_NG: Tensor | None = None  # uint8, subtracted from int4 codes; None for ``SYMMETRIC_ZERO``, and for e2m1
+    group_K: Tensor | None = None  # int64, the group of each column; None where groups are equally many neighbours
+    pre_scale_K: Tensor | None = None  # fp32, multiplies the linear's input; None for 1
+    # magnitude that was measured of the input, after ``pre_scale_K``; None if it was not
     largest_input: float | None = None
 
     def factors(self) -> Tensor:

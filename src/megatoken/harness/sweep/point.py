@@ -41,13 +41,7 @@ class Phases:
 
 
 class PointLoad:
-    """A load with its phases, as the measurement loop drives it.
-
-    Attributes:
-        issued: requests so far.
-        all_issued: whether no more come.
-        ended_by: why the point ended before its time, if it did.
-    """
+    """A load with its phases, as the measurement loop drives it."""
 
     def __init__(self, load: Load, phases: Phases) -> None:
         self._load = load
@@ -59,9 +53,9 @@ class PointLoad:
         self._backlog_before = 0
         self._due_within = self._ended = self._failed = 0
         self._unended_within = 0
-        self.issued = 0
-        self.all_issued = False
-        self.ended_by: Reason | None = None
+        self.issued = 0  # requests so far
+        self.all_issued = False  # whether no more come
+        self.ended_by: Reason | None = None  # why the point ended before its time, if it did
 
     @property
     def outstanding(self) -> int:

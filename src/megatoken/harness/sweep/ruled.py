@@ -66,33 +66,19 @@ def with_tokenizer(prepared: Prepared) -> Prepared:
 
 @dataclass(slots=True)
 class RuledPlan:
-    """The loads: concurrencies from lowest to highest, then all requests at once.
+    """The loads: concurrencies from lowest to highest, then all requests at once."""
 
-    Attributes:
-        values: requests at once, rising.
-        version: of the rules.
-        seed_set: published set.
-        prepared: what to run.
-        shortest_seconds: of every window, for a trial; None: those of the rules.
-        over_http: whether the target is a server.
-        most_open: requests that the client keeps open.
-        streamed: whether answers come as streams.
-        benchmark: canonical name of the model; None: it is none of the benchmarks.
-        disclosures: what the submitter says of every point, section 8.3 of the rules.
-        requests_per_second: of the last point.
-    """
-
-    values: tuple[int, ...]
-    version: str
-    seed_set: str
-    prepared: Prepared
-    shortest_seconds: float | None
-    over_http: bool
-    most_open: int | None
-    streamed: bool
-    benchmark: str | None
-    disclosures: Mapping[str, Any]
-    requests_per_second: float = 0.0
+    values: tuple[int, ...]  # requests at once, rising
+    version: str  # of the rules
+    seed_set: str  # published set
+    prepared: Prepared  # what to run
+    shortest_seconds: float | None  # of every window, for a trial; None: those of the rules
+    over_http: bool  # whether the target is a server
+    most_open: int | None  # requests that the client keeps open
+    streamed: bool  # whether answers come as streams
+    benchmark: str | None  # canonical name of the model; None: it is none of the benchmarks
+    disclosures: Mapping[str, Any]  # what the submitter says of every point, section 8.3 of the rules
+    requests_per_second: float = 0.0  # of the last point
     kind: str = field(default="concurrency", init=False)
     finds_its_end: bool = field(default=False, init=False)
     phases: Phases = field(default=Phases(0.0, None), init=False)

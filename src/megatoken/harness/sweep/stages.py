@@ -137,19 +137,12 @@ def staged_seconds(stages: Sequence[Stage], counts: Iterator[float]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class StagesPlan:
-    """One run through all stages, of which each is a window of its own.
+    """One run through all stages, of which each is a window of its own."""
 
-    Attributes:
-        of: ``concurrency`` (closed loop) or ``rate`` (open loop).
-        stages: in their order.
-        arrivals: of the open loop.
-        burstiness: of gamma arrivals.
-    """
-
-    of: Literal["concurrency", "rate"]
-    stages: tuple[Stage, ...]
-    arrivals: ArrivalKind
-    burstiness: float
+    of: Literal["concurrency", "rate"]  # ``concurrency`` (closed loop) or ``rate`` (open loop)
+    stages: tuple[Stage, ...]  # in their order
+    arrivals: ArrivalKind  # of the open loop
+    burstiness: float  # of gamma arrivals
     kind: str = field(default="stages", init=False)
     finds_its_end: bool = field(default=False, init=False)
 

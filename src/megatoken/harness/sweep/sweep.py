@@ -42,22 +42,14 @@ DRAIN_WINDOWS = 1.0  # how long the last requests of a point may take to end, in
 
 
 def run_sweep(
-    prepared: Prepared,
-    config: RunConfig,
-    plan: Plan,
-    target: Target,
-    progress: Progress,
-    neighbour: Sequence[str] = (),
+    prepared: Prepared,  # what to run
+    config: RunConfig,  # resolved
+    plan: Plan,  # the loads
+    target: Target,  # what serves; no other load may use it meanwhile
+    progress: Progress,  # where to report how far it is
+    neighbour: Sequence[str] = (),  # flags of a second load; every point then runs again next to it
 ) -> Path:
     """Warms up and runs the points.
-
-    Args:
-        prepared: what to run.
-        config: resolved.
-        plan: the loads.
-        target: what serves; no other load may use it meanwhile.
-        progress: where to report how far it is.
-        neighbour: flags of a second load; every point then runs again next to it.
 
     Returns:
         The sweep's folder: a run folder for each point, and ``sweep.json``.
