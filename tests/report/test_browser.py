@@ -30,7 +30,7 @@ pytestmark = [
 QUIET_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 SIZES = {"desktop": (1280, 900), "tablet": (768, 1024), "phone": (360, 740)}
 WIDTHS = (320, 390, 600, 641, 700, 820, 991, 993, 1024, 1920)
-PAGES = [*DOCUMENTS, "run", "rack"]
+PAGES = [*DOCUMENTS, "run", "rack", "events"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,14 @@ def address(tmp_path, make_run, make_rack):
     def make(name: str) -> str:
         if name in DOCUMENTS:
             return save_document(DOCUMENTS[name](), tmp_path / "out")[1].as_uri()
+        if name == "events":
+            lost = [
+                {"node": f"node-{n}", "replica": None, "cause": "kill", "at_seconds": 4.0 + n / 4} for n in range(5)
+            ]
+            served = {"replicas": 2, "replicas_least": 1, "replicas_at_end": 2, "share_left": 0.5, "late_answers": 0}
+            rack = {**served, "lost": lost, "joined": [], "clock_offsets": []}
+            limits = {"ttft_limit_seconds": 18.0, "tpot_limit_seconds": 0.022}
+            return write_report(make_run(scenario="server", rack=rack, **limits)).as_uri()
         return write_report(make_run() if name == "run" else make_rack(6)).as_uri()
 
     return make
@@ -121,9 +129,10 @@ def test_many_results_side_by_side_fit(visit, tmp_path):
     assert tab.evaluate("document.activeElement.getAttribute('role')") == "region"
 
 
-@pytest.mark.parametrize("name", ["audit", "comparison", "plan_cost", "rack"])
-def test_letters_of_charts_stay_inside_and_apart_on_a_phone(name, address, visit):
-    tab = visit(address(name), "phone")
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+@pytest.mark.parametrize("name", ["audit", "comparison", "plan_cost", "rack", "events"])
+def test_letters_of_charts_stay_inside_and_apart(name, size, address, visit):
+    tab = visit(address(name), size)
     overlaps = tab.evaluate(
         """() => [...document.querySelectorAll('main figure')].flatMap(figure => {
             const canvas = figure.querySelector('svg').getBoundingClientRect();

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+import yaml
 from pages import parsed, table_rows, words
 
 from megatoken.errors import UsageError
@@ -70,7 +71,9 @@ def test_the_page_says_what_ran_on_what_and_what_to_know_about_it(make_run):
         },
     )
     root = page_of(path)
-    assert "random weights: the speed is real & the text is not" in words(root.find(".//header"))
+    (section,) = (part for part in root.iter("section") if words(part.find("h2")) == "Over time")
+    assert "random weights: the speed is real & the text is not" in words(section)
+    assert [part.tag for part in section][:4] == ["h2", "figure", "p", "ul"]  # below the first picture
     assert table_rows(root, "Model and environment") == {
         "Model": ["tiny"],
         "Weights": ["random, seed 0"],
@@ -244,6 +247,14 @@ def test_the_limits_of_a_run_are_drawn_where_they_are_on_the_axis_of_the_latency
     ticks = dict(re.findall(r'class="tick middle" x="([\d.]+)" y="[\d.]+">([\d.]+)<', first.drawing))
     places, seconds = zip(*((float(x), float(value)) for x, value in ticks.items()), strict=True)
     assert np.interp(float(place), places, seconds) == pytest.approx(8.0, abs=0.05)
+
+
+def test_the_users_own_limits_are_drawn_too(make_run):
+    path = make_run(scenario="server", ttft_limit_seconds=8.0)
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    (path / "config.yaml").write_text(yaml.safe_dump(config | {"limits": {"ttft_seconds": {"p99": 5.0}}}))
+    first, *_ = _sample_figures_of(path)
+    assert [name for _, name in first.legend] == ["1: This run's limits, 8 s", "2: Your limits, 5 s"]
 
 
 def test_a_limit_on_the_first_token_is_not_drawn_in_offline(make_run):

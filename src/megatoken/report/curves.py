@@ -149,8 +149,9 @@ def histogram_chart(
             for name, at in ((f"p{share}", float(np.percentile(all_values, share))) for share in MARKED_SHARES)
         ]
     axis = Axis(LEFT, WIDTH - RIGHT, x_ticks[0], x_ticks[-1], x_label)
-    drawn = plot(Panel("samples", lines, numbered(marks), filled=True), axis, TOP, HEIGHT - BOTTOM)
-    named = [(f"keymark keymark{index}", mark.name) for index, mark in enumerate(near)]
+    marks = numbered(marks)
+    drawn = plot(Panel("samples", lines, marks, filled=True), axis, TOP, HEIGHT - BOTTOM)
+    named = [(f"keymark keymark{index}", mark.name) for index, mark in enumerate(marks[: len(near)])]
     named += [("keymark", f"{mark.name}, beyond the axis") for mark in far]
     return Figure(
         title=title,

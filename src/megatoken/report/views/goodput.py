@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatoken.analysis.goodput import goodput, within_limits
+from megatoken.analysis.limits import SHORTCUTS, asked_limits
 from megatoken.analysis.statistics import Samples
 from megatoken.report.blocks import Block, Column, Figure, Table
 from megatoken.report.curves import MAX_POINTS, line_chart
@@ -30,10 +31,14 @@ YARDSTICKS = (Limits("MLPerf Server, llama2-70b", 2.0, 0.2), Limits("MLPerf Inte
 
 
 def limits_of(run: Run) -> tuple[Limits, ...]:
-    """The limits that the run was given, and MLPerf's if it claims MLPerf's rules."""
-    ttft, tpot = (run.result.get(f"{name}_limit_seconds") for name in ("ttft", "tpot"))
-    own = () if ttft is None and tpot is None else (Limits("This run's limits", ttft, tpot),)
-    return (*own, *(YARDSTICKS if run.result.get("rules") else ()))
+    """The limits that the run was given, the user's own p99 limits if they differ, and MLPerf's if it claims them."""
+    names = ("ttft_limit_seconds", "tpot_limit_seconds")
+    asked = {limit.key: limit.value for limit in asked_limits(run.config)}
+    given = tuple(run.result.get(name) for name in names)
+    users = tuple(asked.get(SHORTCUTS[name]) for name in names)
+    known = [Limits("This run's limits", *given)] if any(given) else []
+    known += [Limits("Your limits", *users)] if any(users) and users != given else []
+    return (*known, *(YARDSTICKS if run.result.get("rules") else ()))
 
 
 def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:

@@ -82,9 +82,10 @@ def run_view(run: Run) -> View:
     """The report on a run folder."""
     samples, subject = Samples.of(run.requests), _subject(run)
     terms = DEFINITIONS | {"First and last token": f"Counted from: {latency_origin(str(run.result.get('scenario')))}."}
+    chart, *others = [*time_figures(run, samples, limits_of(run))] or [None]
     sections = (
         section("Rate search", *search_blocks(run.result, limits_of(run))),
-        section("Over time", *time_figures(run, samples, limits_of(run))),
+        section("Over time", chart, *_notes(run), *others),
         section("Over samples", *_sample_figures(run, samples)),
         section("Numbers", *_metrics(run)),
         section("Goodput", *goodput_blocks(run, samples)),
@@ -151,7 +152,11 @@ def _summary(run: Run) -> Iterator[Block]:
         yield Points("", (("", why),))
     if run.doubts:
         yield _points("Doubts about the measurement:", run.doubts)
-    if notes := result.get("notes"):
+
+
+def _notes(run: Run) -> Iterator[Points]:
+    """What to know about the run, below its first picture."""
+    if notes := run.result.get("notes"):
         yield Points("Notes:", tuple(("", note["message"]) for note in notes))
 
 
