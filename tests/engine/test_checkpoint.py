@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights, read_config
 from megatoken.engine.config import SHAPES, ModelConfig, RopeConfig
 from megatoken.engine.hugging_face import model_config
+from megatoken.engine.model import rotary_tables
 from megatoken.errors import CheckpointError
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -277,6 +279,19 @@ def test_what_older_files_leave_out(broken: Path) -> None:
     for value in (None, ABSENT):
         edit_json(broken / "config.json", num_key_value_heads=value)
         assert read_config(broken).kv_heads == 4
+
+
+@pytest.mark.parametrize("section", ["rope_scaling", "rope_parameters"])
+def test_the_original_context_at_the_top_level_counts_as_in_transformers(broken: Path, section: str) -> None:
+    scaling = {section: {"rope_type": "llama3", **LLAMA3_FACTORS}, "original_max_position_embeddings": 16}
+    edit_json(broken / "config.json", **{"rope_parameters": ABSENT, "rope_theta": 1e4, **scaling})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(broken).model.rotary_emb.inv_freq
+    config = read_config(broken)
+    cosines, _ = rotary_tables(config.rope, config.head_dim, 2)
+    assert config.rope.original_max_positions == 16
+    assert torch.allclose(cosines[1, : len(theirs)], theirs.cos(), rtol=0, atol=1e-7)
+    other, _ = rotary_tables(replace(config.rope, original_max_positions=64), config.head_dim, 2)
+    assert not torch.allclose(other, cosines, rtol=0, atol=1e-6)
 
 
 # Refusals: configuration

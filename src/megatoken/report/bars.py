@@ -81,7 +81,7 @@ def waterfall(title: str, unit: str, steps: Sequence[Bar], total: str) -> Figure
 
     parts = []
     for row, (step, (start, end)) in enumerate(zip(steps, pairwise(reached), strict=True)):
-        share = f" · {precise(100 * step.value / whole)} %" if whole > 0 else ""
+        share = f" · {figure_text(100 * step.value / whole, step.state)} %" if whole > 0 else ""
         parts += _bar_row(row, step.name, step.state, ends(start, end), _shown(step) + share)
     weak = next((step.state for step in steps if step.state in WEAK), "")
     last = figure_text(whole, weak)
