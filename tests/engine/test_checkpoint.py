@@ -294,6 +294,20 @@ def test_the_original_context_at_the_top_level_counts_as_in_transformers(broken:
     assert not torch.allclose(other, cosines, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("absent", ["num_key_value_heads", "head_dim"])
+@pytest.mark.parametrize(("architecture", "heads"), [("Llama", 4), ("Mistral", 8), ("Qwen2", 32), ("Qwen3", 32)])
+def test_keys_left_out_have_the_models_own_default(tmp_path: Path, architecture: str, heads: int, absent: str) -> None:
+    config = getattr(transformers, f"{architecture}Config")(
+        **{**SMALL, "hidden_size": 64, "num_attention_heads": heads}
+    )
+    config.architectures = [f"{architecture}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **{absent: ABSENT})
+    theirs, ours = transformers.AutoConfig.from_pretrained(tmp_path), read_config(tmp_path)
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // heads)
+
+
 # Refusals: configuration
 
 
