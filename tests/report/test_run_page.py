@@ -227,7 +227,7 @@ def test_a_rate_search_answers_first(make_run):
     root = page_of(run)
     answer = "highest valid rate 26 samples/s; 26.35 samples/s failed: p99 TPOT"
     assert f"Rate search: {answer}" in words(root.find(".//header"))
-    assert figures(root)[:2] == ["TTFT, p99 over the rate s", "TPOT, p99 over the rate ms"]
+    assert figures(root)[:2] == ["TTFT p99 of completed samples s", "TPOT p99 of completed samples ms"]
     chart = next(root.iter("figure"))
     assert [words(item) for item in chart.find("ul").findall("li")] == ["valid", "too high", "This run's limits, 2 s"]
     curves = {line.get("data-name"): len(line.get("points").split()) for line in chart.iter("polyline")}

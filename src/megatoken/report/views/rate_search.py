@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.report.blocks import Column, Figure, Points, Table
+from megatoken.report.blocks import Column, Figure, Table
 from megatoken.report.curves import line_chart
 from megatoken.report.plots import Line, Mark
 from megatoken.report.scales import top_of
@@ -35,12 +35,10 @@ def search_answer(result: Mapping[str, Any]) -> str | None:
     return clean(answer)
 
 
-def search_blocks(result: Mapping[str, Any], limits: Sequence[Limits]) -> Iterator[Points | Figure | Table]:
-    """The answer, latencies over the rates tried, and a row for each of them, from the lowest."""
-    answer = search_answer(result)
-    if answer is None:
+def search_blocks(result: Mapping[str, Any], limits: Sequence[Limits]) -> Iterator[Figure | Table]:
+    """Latencies over the rates tried, and a row for each of them, from the lowest; nothing where none was searched."""
+    if search_answer(result) is None:
         return
-    yield Points("", (("", answer),))
     yield from _latency_figures(_tried(result["rate_search"]), limits)
     tried = sorted(_tried(result["rate_search"]), key=lambda one: float(one["samples_per_second"]))
     rows = tuple(
@@ -59,8 +57,14 @@ def search_blocks(result: Mapping[str, Any], limits: Sequence[Limits]) -> Iterat
 def _latency_figures(tried: Sequence[Mapping[str, Any]], limits: Sequence[Limits]) -> Iterator[Figure]:
     """The p99 latencies of tries, valid and too high ones apart, with the limits."""
     for title, unit, scale, key, known in (
-        ("TTFT, p99", "s", 1, "ttft_p99_seconds", [(one.name, one.ttft_seconds) for one in limits]),
-        ("TPOT, p99", "ms", 1000, "tpot_p99_seconds", [(one.name, one.tpot_seconds) for one in limits]),
+        ("TTFT p99 of completed samples", "s", 1, "ttft_p99_seconds", [(one.name, one.ttft_seconds) for one in limits]),
+        (
+            "TPOT p99 of completed samples",
+            "ms",
+            1000,
+            "tpot_p99_seconds",
+            [(one.name, one.tpot_seconds) for one in limits],
+        ),
     ):
         lines, rows = [], []
         for word in _WORDS.values():
@@ -74,13 +78,13 @@ def _latency_figures(tried: Sequence[Mapping[str, Any]], limits: Sequence[Limits
                 rows += [(word, precise(rate), precise(latency)) for rate, latency in points]
         if len(rows) < 2:
             continue
-        columns = (Column("Result"), Column("Rate", "samples/s", numeric=True), Column(title, unit, numeric=True))
+        columns = (Column("Result"), Column("Rate", "samples/s", numeric=True), Column("p99", unit, numeric=True))
         yield line_chart(
-            f"{title} over the rate",
+            title,
             unit,
             "samples/s offered",
             lines,
-            Table(f"{title} of every rate tried", columns, tuple(rows)),
+            Table(f"{title}, at every rate tried", columns, tuple(rows)),
             x_range=(0.0, top_of([line.x for line in lines])),
             marks=[Mark(f"{name}, {scale * value:g} {unit}", scale * value) for name, value in known if value],
             dots=True,
