@@ -82,10 +82,10 @@ def run_view(run: Run) -> View:
     """The report on a run folder."""
     samples, subject = Samples.of(run.requests), _subject(run)
     terms = DEFINITIONS | {"First and last token": f"Counted from: {latency_origin(str(run.result.get('scenario')))}."}
-    chart, *others = [*time_figures(run, samples, limits_of(run))] or [None]
+    figures = list(time_figures(run, samples, limits_of(run)))
     sections = (
         section("Rate search", *search_blocks(run.result, limits_of(run))),
-        section("Over time", chart, *_notes(run), *others),
+        section("Over time", *figures[:1], *_notes(run), *figures[1:]),
         section("Over samples", *_sample_figures(run, samples)),
         section("Numbers", *_metrics(run)),
         section("Goodput", *goodput_blocks(run, samples)),
