@@ -68,6 +68,7 @@ def auditing(tree: Callable[[int], Path]) -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 2.0])  # as they start, as they import, as they work
 def test_ctrl_c_ends_all_at_once_and_in_one_line(auditing: "subprocess.Popen[str]", seconds: float) -> None:
     workers = wait_for_workers(auditing)
@@ -78,6 +79,7 @@ def test_ctrl_c_ends_all_at_once_and_in_one_line(auditing: "subprocess.Popen[str
     assert not any(worker.is_running() for worker in workers)
 
 
+@pytest.mark.timing
 def test_workers_do_not_outlive_an_audit_that_is_killed(auditing: "subprocess.Popen[str]") -> None:
     workers = wait_for_workers(auditing)
     time.sleep(1.0)

@@ -198,7 +198,7 @@ def scripted_server(port: int = 0, tls: ssl.SSLContext | None = None) -> Iterato
 
     thread = threading.Thread(target=run)
     thread.start()
-    ready.wait(10)
+    ready.wait(60)
     try:
         yield server
     finally:

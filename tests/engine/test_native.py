@@ -129,9 +129,9 @@ def test_a_compiler_that_takes_too_long_is_ended_with_its_children(
     monkeypatch.setattr(native, "BUILD_SECONDS", 1)
     start = time.monotonic()
     assert why_not() == f"{tmp_path}/g++ took over 1 s"
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -33,6 +33,7 @@ def reading_after(sensors: Sensors, seconds: float) -> Telemetry:
     return sensors.read()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("counters", [True, False])
 def test_gpus_that_share_a_model_are_read_together(library: StandInNvml, counters: bool) -> None:
     if not counters:
@@ -47,6 +48,7 @@ def test_gpus_that_share_a_model_are_read_together(library: StandInNvml, counter
     assert (reading.xid_errors, reading.last_xid, reading.nvlink_errors) == (0, None, None)
 
 
+@pytest.mark.timing
 def test_errors_are_counted_from_the_start_and_a_short_slow_down_is_not_missed(library: StandInNvml) -> None:
     library.answers["TotalEccErrors"] = lambda gpu, kind, counter: 7
     library.fields[(162, 3)] = 5  # recoveries of the fourth link
@@ -69,6 +71,7 @@ def test_errors_are_counted_from_the_start_and_a_short_slow_down_is_not_missed(l
     assert (later.nvlink_errors, later.xid_errors, later.last_xid) == (2, 1, 79)
 
 
+@pytest.mark.timing
 def test_readings_in_quick_succession_repeat_the_one_before(library: StandInNvml) -> None:
     with Sensors(UUIDS, 0.01, 0.3) as sensors:
         first = reading_after(sensors, 0.4)
@@ -125,7 +128,7 @@ def test_a_power_meter_is_a_file_or_a_command(tmp_path: Path, monkeypatch: pytes
     meter = PowerMeter(str(file))
     assert meter.watts == 812.5
     file.write_text("900")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while meter.watts != 900 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert meter.watts == 900
