@@ -28,6 +28,7 @@ IMPORTED = (
     *("torch", "pyarrow.parquet", "tokenizers", "safetensors.torch", "rich.progress", "psutil"),
     *("megatoken.cli.application", "megatoken.cli.run", "megatoken.harness.command", "megatoken.harness.soak"),
     *("megatoken.targets.in_process", "megatoken.engine.model", "megatoken.engine.ops.cpu", "megatoken.report.page"),
+    *("megatoken.harness.run", "megatoken.runs.writer", "megatoken.accuracy.gate", "mlperf_loadgen", "pytest"),
 )
 MOST_BYTES = 2**20  # of one request: a command line and an environment
 
@@ -95,7 +96,7 @@ class Process:
 def forked(
     *command: object, environment: dict[str, str], before: Callable[[], object] | None = None
 ) -> Iterator[Process]:
-    """``python COMMAND``, where the command is a script or ``-m`` and a module; it does not outlive the block.
+    """``python COMMAND`` of a script, of ``-m`` and a module, or ``-c`` and a program; it does not outlive the block.
 
     Args:
         command: words of the command line after ``python``.
@@ -179,6 +180,10 @@ def _run(command: list[str]) -> None:
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    elif command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        sys.path[0] = ""
+        exec(command[1], {"__name__": "__main__"})
     else:
         sys.argv = command
         sys.path[0] = str(Path(command[0]).parent)

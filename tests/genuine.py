@@ -3,14 +3,15 @@
 python genuine.py FOLDER SCENARIO MODE MODEL ROWS CONFIGURATION
 """
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from cli_support import ENVIRONMENT, TIMEOUT_SECONDS
+from forks import forked
 
 Make = Callable[..., Path]
 
@@ -71,8 +72,10 @@ def make(
     configuration: str = CONFIGURATION,
 ) -> Path:
     """The same in a process of its own."""
-    command = [sys.executable, __file__, str(folder), scenario, mode, model, str(rows), configuration]
-    subprocess.run(command, check=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = (__file__, folder, scenario, mode, model, rows, configuration)
+    with forked(*command, environment=ENVIRONMENT) as process:
+        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, err
     return folder
 
 

@@ -1,10 +1,7 @@
 """Run folders of megatoken: what the harness leaves passes; what was changed afterwards is found."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from cli_support import ENVIRONMENT, TIMEOUT_SECONDS
+from forks import forked
 from megatoken.analysis.stability import judge_soak
 from megatoken.analysis.summary import summarise_run
 from megatoken.audit import Severity, audit
@@ -22,24 +21,19 @@ from megatoken.runs.writer import RunFolder
 CHILD = Path(__file__).parents[1] / "harness" / "loadgen_children.py"
 
 
-def command(folder: Path, **options: Any) -> list[str]:
+def made(folder: Path, **options: Any) -> Path:
     lengths = folder / "lengths.csv"
     lengths.write_text("input_tokens,output_tokens\n" + "".join(f"{20 + i},{2 + i % 5}\n" for i in range(40)))
     arguments = {"out": str(folder / "runs"), "lengths": str(lengths), **options}
-    return [sys.executable, str(CHILD), "scenario", json.dumps(arguments)]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    with forked(CHILD, "scenario", json.dumps(arguments), environment=ENVIRONMENT) as process:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, err
+    return Path(json.loads(out)["path"])
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    answer = subprocess.check_output(
-        command(folder, config={"samples": 400, "model": "paced"}), env=environment(), timeout=200
-    )
-    return Path(json.loads(answer)["path"])
+    return made(tmp_path_factory.mktemp("run"), config={"samples": 400, "model": "paced"})
 
 
 @pytest.fixture
@@ -114,8 +108,7 @@ def test_a_changed_result(run_folder, key, change, expected):
 
 def test_a_run_that_breaks_the_rules_it_claims_is_not_made_valid(tmp_path):
     config = {"samples": 400, "model": "paced", "rules": "v5.1"}
-    answer = subprocess.check_output(command(tmp_path, config=config), env=environment(), timeout=200)
-    folder = Path(json.loads(answer)["path"])
+    folder = made(tmp_path, config=config)
     unclaimed = {name: found for name, found in grave(folder).items() if name.startswith("run_folder")}
     assert unclaimed == {}
     path = folder / "result.json"

@@ -1,13 +1,11 @@
 """Runs against targets of known answers, in processes of their own: they take signals over, or are killed."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ import numpy as np
 import pytest
 from queueing import QueueingTarget
 
+from cli_support import ENVIRONMENT, TIMEOUT_SECONDS
+from forks import Process, forked
 from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine.request import Request
@@ -28,23 +28,13 @@ from megatoken.runs.reasons import reason
 from megatoken.targets import ReplicaReading, SampleEvent
 from short_rounds import shorten_rounds
 
-TIMEOUT_SECONDS = 200  # only a hang takes this long, however busy the machine
 
-
-@contextmanager
-def started(name: str, **arguments: Any) -> "Iterator[subprocess.Popen[str]]":
+def started(name: str, **arguments: Any) -> AbstractContextManager[Process]:
     """A function of this module in a process of its own, which does not outlive the block."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, name, json.dumps(arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return forked(__file__, name, json.dumps(arguments), environment=ENVIRONMENT)
 
 
-def wait_until_running(process: "subprocess.Popen[str]", out: Path, folder: str = "2*/mlperf") -> None:
+def wait_until_running(process: Process, out: Path, folder: str = "2*/mlperf") -> None:
     """Until LoadGen has begun to write in ``folder``."""
     while not any(out.glob(f"{folder}/mlperf_log_detail.txt")):
         assert process.poll() is None, process.communicate()

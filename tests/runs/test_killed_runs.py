@@ -4,15 +4,16 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from cli_support import ENVIRONMENT, TIMEOUT_SECONDS
+from forks import Process, forked
 from megatoken.runs.run import Verdict, read_run
 
 WRITER = """
@@ -39,16 +40,19 @@ MOMENTS = random.Random(20261120)
 DELAYS_SECONDS = [MOMENTS.uniform(0.0, 0.5) for _ in range(4)] + [MOMENTS.uniform(1.0, 4.5) for _ in range(8)]
 
 
-def start_writer(directory: Path) -> subprocess.Popen:
+def start_writer(directory: Path) -> AbstractContextManager[Process]:
     directory.mkdir()
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(directory / "runs"), str(directory / "log")],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    return forked("-c", WRITER, directory / "runs", directory / "log", environment=ENVIRONMENT)
 
 
-def kill_after(writer: subprocess.Popen, delay_seconds: float) -> float:
+def ended(program: str, *arguments: object) -> tuple[int | None, str, str]:
+    """Exit code, standard output and standard error of a program in a process of its own."""
+    with forked("-c", program, *arguments, environment=ENVIRONMENT) as process:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    return process.returncode, out, err
+
+
+def kill_after(writer: Process, delay_seconds: float) -> float:
     """Monotonic time just before the kill; clocks of processes on one machine agree."""
     time.sleep(delay_seconds)
     moment = time.monotonic()
@@ -62,7 +66,6 @@ def test_a_killed_run_keeps_every_sample_but_those_of_the_last_second(tmp_path, 
     delays = sorted(DELAYS_SECONDS[group::4])
     with ExitStack() as running:
         writers = [running.enter_context(start_writer(tmp_path / str(number))) for number in range(len(delays))]
-        running.callback(lambda: [writer.kill() for writer in writers])
         for writer in writers:
             assert writer.stdout.readline() == "ready\n"
         passed = 0.0
@@ -92,11 +95,9 @@ def check_killed(directory: Path, moment: float) -> None:
 
 def test_a_process_that_falls_over_leaves_its_folder_readable(tmp_path):
     broken = WRITER.replace("for number", "1 / 0\nfor number")
-    answer = subprocess.run(
-        [sys.executable, "-c", broken, str(tmp_path / "runs"), str(tmp_path / "log")], capture_output=True, text=True
-    )
-    assert answer.returncode == 1
-    assert answer.stderr.strip().endswith("ZeroDivisionError: division by zero")
+    code, _, err = ended(broken, tmp_path / "runs", tmp_path / "log")
+    assert code == 1
+    assert err.strip().endswith("ZeroDivisionError: division by zero")
     assert read_run(tmp_path / "runs" / "run").verdict is Verdict.INTERRUPTED
 
 
@@ -136,12 +137,9 @@ except StorageError as error:
 
 def fill(out: Path, limit_bytes: int, mend: str) -> None:
     """Run until the disk is full, then check that the refusal is one line and that what was written can be read."""
-    answer = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(out), str(limit_bytes)], capture_output=True, text=True, timeout=60
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stderr == ""
-    lines = answer.stdout.splitlines()
+    code, answer, err = ended(FULL_DISK, out, limit_bytes)
+    assert (code, err) == (0, "")
+    lines = answer.splitlines()
     assert len(lines) == 3
     assert all(line.startswith(f"{out / 'run'}/") and "cannot be written (" in line for line in lines)
     assert all(mend in line for line in lines)
@@ -179,8 +177,8 @@ def test_a_full_disk_at_the_start_leaves_nothing(small_disk):
         while True:
             ballast.write(bytes(4096))
     code = FULL_DISK.split("if limit:")[0]
-    answer = subprocess.run([sys.executable, "-c", code, str(small_disk / "runs"), "0"], capture_output=True, text=True)
-    refusal = answer.stderr.splitlines()[-1]
+    _, _, err = ended(code, small_disk / "runs", 0)
+    refusal = err.splitlines()[-1]
     assert refusal.startswith(
         f"megatoken.errors.StorageError: {small_disk / 'runs' / 'run'}: cannot be written (No space"
     )

@@ -5,8 +5,6 @@ python making.py JSON.
 """
 
 import json
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import megatoken
+from cli_support import ENVIRONMENT, TIMEOUT_SECONDS
+from forks import forked
 from megatoken.runs.reasons import reason
 
 HELD_OUT = Path(megatoken.__file__).parent / "data" / "reference_model" / "held_out.jsonl"
@@ -30,7 +30,6 @@ RULES_NOTE, COMPLIANCE_NOTE = (
     reason("COMPLIANCE_TEST", test="TEST06"),
 )
 TEST06 = {"accuracy_log_rng_seed": 720381539243781796, "accuracy_log_sampling_target": 100, "min_query_count": 100}
-TIMEOUT_SECONDS = 200
 ATTEMPTS = 3
 END_TOKEN = 2
 
@@ -47,17 +46,14 @@ def write_lengths(path: Path) -> Path:
 
 def make(**arguments: Any) -> Path:
     """Makes a VALID run folder by ``direct`` in a process of its own; a busy machine may need several attempts."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, json.dumps(arguments)]
     reasons: list[Any] = []
     for _ in range(ATTEMPTS):
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        result = json.loads((Path(done.stdout) / "result.json").read_text())
+        with forked(__file__, json.dumps(arguments), environment=ENVIRONMENT) as process:
+            out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        assert process.returncode == 0, err
+        result = json.loads((Path(out) / "result.json").read_text())
         if result["verdict"] == "VALID":
-            return Path(done.stdout)
+            return Path(out)
         reasons.append(result["reasons"])
     raise AssertionError(reasons)
 
