@@ -28,7 +28,7 @@ IMPORTED = (
     *("torch", "pyarrow.parquet", "tokenizers", "safetensors.torch", "rich.progress", "psutil"),
     *("megatoken.cli.application", "megatoken.cli.run", "megatoken.harness.command", "megatoken.harness.soak"),
     *("megatoken.targets.in_process", "megatoken.engine.model", "megatoken.engine.ops.cpu", "megatoken.report.page"),
-    *("megatoken.harness.run", "megatoken.runs.writer", "megatoken.accuracy.gate", "mlperf_loadgen", "pytest"),
+    *("megatoken.harness.run", "megatoken.runs.writer", "mlperf_loadgen", "pytest"),
 )
 MOST_BYTES = 2**20  # of one request: a command line and an environment
 

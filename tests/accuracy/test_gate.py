@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli_support import ENVIRONMENT, TIMEOUT_SECONDS, call_here, write_lines
-from forks import forked
 from megatoken.accuracy.gate import BASELINE, SHARE, reference_gate
 from megatoken.datasets.references import HELD_OUT, load_references
 from megatoken.engine.config import REFERENCE, model_folder
@@ -32,10 +33,11 @@ main()
 
 def run_as_reference(folder: Path, *arguments: object) -> tuple[int, str, str]:
     """The command, where ``folder`` is what ships."""
-    with forked("-c", PROGRAM, folder, *arguments, environment=ENVIRONMENT) as process:
-        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode is not None
-    return process.returncode, out, err
+    command = [sys.executable, "-c", PROGRAM, str(folder), *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=ENVIRONMENT, timeout=TIMEOUT_SECONDS, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def make_reference(folder: Path, rows: int) -> Path:
