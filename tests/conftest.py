@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from examples import ALL
+
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,7 +22,9 @@ if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers
     os.environ["TRITON_INTERPRET"] = "1"
 
 # How long an example takes says something about what else the machine does.
-settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any-machine", deadline=None, derandomize=not ALL, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any-machine")
 
 LONGEST = (

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_claims import write
 
 from claims_support import azure_evidence
+from examples import examples
 from megatoken.claims.facts import Facts
 from megatoken.claims.formula import FormulaError, evaluate, first_number
 from megatoken.claims.judge import judge
@@ -280,7 +281,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(WORDS, max_size=12).map(" ".join) | st.text(max_size=60))
 def test_any_formula_gives_a_value_or_one_line(formula):
     from megatoken.claims.facts import UnknownFactError, gather
@@ -331,7 +332,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["title", "source", "claims", "runs", "x"]), TREES, max_size=4),
     st.binary(max_size=60),

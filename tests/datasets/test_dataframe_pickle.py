@@ -26,6 +26,7 @@ from pandas._libs.internals import _unpickle_block
 from pandas.core.indexes.base import _new_Index
 from pandas.core.internals.managers import BlockManager
 
+from examples import examples
 from megatoken.datasets.dataframe_pickle import Record, read_columns, unpickle
 from megatoken.errors import DatasetError
 
@@ -550,7 +551,7 @@ def _edited(data: bytes, edits: list[tuple[str, int, int, bytes]]) -> bytes:
     return data
 
 
-@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(800), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from([path.read_bytes() for path in GOLDEN_FILES]), EDITS)
 def test_a_damaged_table_is_read_or_refused(data: bytes, edits: list[tuple[str, int, int, bytes]]) -> None:
     with contextlib.suppress(DatasetError):
@@ -558,7 +559,7 @@ def test_a_damaged_table_is_read_or_refused(data: bytes, edits: list[tuple[str, 
         assert columns.keys() <= set(COLUMNS)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.binary(max_size=200))
 @example(b"\x80\x04")
 @example(b"\x80\x02]K\x01a]b.")
@@ -578,7 +579,7 @@ OPCODES = st.sampled_from(
 )
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=examples(800), deadline=None)
 @given(st.lists(OPCODES, max_size=60).map(b"".join))
 def test_random_opcodes_are_refused(data: bytes) -> None:
     with pytest.raises(DatasetError):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
 
+from examples import examples
 from megatoken.datasets.lengths import LLAMA2_70B_LENGTHS, load_lengths
 from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.prompts import load_prompts
@@ -269,7 +270,7 @@ LINES = st.dictionaries(KEYS, JSON_VALUES, max_size=4).map(lambda fields: json.d
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(LINES, max_size=3).map(b"\n".join), st.integers(0), st.binary(max_size=2))
 def test_any_other_content_is_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, at: int, noise: bytes

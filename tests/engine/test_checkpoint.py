@@ -18,6 +18,7 @@ import transformers
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
+from examples import examples
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights, read_config
 from megatoken.engine.config import SHAPES, ModelConfig, RopeConfig
 from megatoken.engine.hugging_face import model_config
@@ -710,7 +711,7 @@ def test_damaged_bytes(fuzzed: Path, pattern: str) -> None:
     path = min(fuzzed.glob(pattern))
     intact = path.read_bytes()
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     @given(damage())
     def try_one(apply: Callable[[bytes], bytes]) -> None:
         path.write_bytes(apply(intact))
@@ -739,7 +740,7 @@ def test_wrong_values(fuzzed: Path) -> None:
     changes = st.dictionaries(st.sampled_from(keys), JSON, max_size=2)
     scaling = st.none() | st.dictionaries(st.sampled_from(rope_keys), rope_values)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     @given(changes, scaling)
     def try_one(change: dict[str, object], rope_scaling: dict[str, object] | None) -> None:
         path.write_text(json.dumps({**values, "rope_scaling": rope_scaling, **change}))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from over_admission import expect_short_answers
 from test_scheduler import ACTION, SIZES, SimulatedEngine
 
+from examples import examples
 from megatoken.engine.fair_share import OUTPUT_TOKEN_COST, RESERVE
 from megatoken.engine.prefix_cache import extend_keys
 from megatoken.engine.prompt_limit import PromptLimit
@@ -158,7 +159,7 @@ class EngineOfGroups(SimulatedEngine):
         assert len(set(partial)) == len(partial), "a group computes one prompt after the other"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(sizes=SIZES, actions=st.lists(ACTION, max_size=60))
 def test_every_request_of_every_group_gets_its_tokens(sizes: dict, actions: list) -> None:
     engine = EngineOfGroups(**sizes)

@@ -17,6 +17,7 @@ import torch
 from checkpoints import ARCHITECTURES, MIXTURES, make_checkpoint
 from hypothesis import given, settings
 
+from examples import examples
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.batch import StepShape, largest_step
 from megatoken.engine.checkpoint import open_model
@@ -276,7 +277,7 @@ def test_the_plan_for_a_person() -> None:
 SIZES = ("max_batched_tokens", "max_sequences", "max_length", "page_size", "cache_tokens")
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(["tiny", "125m", "1.1b"]),
     tied=st.booleans(),

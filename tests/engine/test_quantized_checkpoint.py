@@ -20,6 +20,7 @@ from quantized_checkpoints import LAYOUTS, MODELOPT_CACHE, Quantized, modelopt, 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from examples import examples
 from megatoken.engine import Engine, EngineConfig, tensor_files
 from megatoken.engine.checkpoint import Checkpoint, open_model
 from megatoken.engine.memory import weight_bytes
@@ -529,7 +530,7 @@ def test_wrong_declarations(intact: Mapping[str, Path], layout: str, file: str, 
     section = "quantization" if "quantization" in json.loads(content) else "quantization_config"
     keys = st.sampled_from([(section, *place) for place in places(json.loads(content)[section])] + [(section,)])
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(keys, JSON | KNOWN | st.just(ABSENT))
     def try_one(place: tuple[str, ...], value: object) -> None:
         path.write_text(content)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_admission import expect_short_answers
 
+from examples import examples
 from megatoken.engine.page_forecast import PRIOR_TOKENS
 from megatoken.engine.request import FinishReason
 from megatoken.engine.scheduler import Scheduler
@@ -294,7 +295,7 @@ REQUEST = st.tuples(st.integers(1, 20), st.integers(1, 15), st.sampled_from([0, 
 ACTION = st.one_of(st.none(), st.none(), REQUEST, REQUEST, REQUEST, st.integers(0, 9))  # step, arrival, cancellation
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(sizes=SIZES, actions=st.lists(ACTION, max_size=60))
 def test_every_request_gets_its_tokens_whatever_happens(sizes: dict, actions: list):
     engine = SimulatedEngine(**sizes)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_admission import expect_short_answers
 
+from examples import examples
 from megatoken.engine import page_forecast, pages, scheduler
 from megatoken.engine.page_forecast import PRIOR_TOKENS, PageForecast
 from megatoken.engine.scheduler import Scheduler
@@ -177,7 +178,7 @@ def test_admission_looks_to_the_end_of_every_resident():
     assert scheduler.preemptions == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     page_size=st.integers(1, 5),
     num_pages=st.integers(1, 60),

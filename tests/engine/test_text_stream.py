@@ -12,6 +12,7 @@ from tokenizer_kinds import KINDS, LOSSLESS, SPECIAL, byte_level
 from tokenizers import AddedToken
 
 import megatoken
+from examples import examples
 from megatoken.engine.text_stream import TextStream
 from megatoken.engine.tokenizer import Tokenizer
 
@@ -51,7 +52,7 @@ def test_pieces_add_up_to_the_text(tokenizers: dict[str, Tokenizer], kind: str, 
         assert tokenizer.decode(token_ids) == text
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(token_ids=st.lists(st.integers(0, 399), max_size=60))
 def test_pieces_add_up_for_any_bytes(tokenizers: dict[str, Tokenizer], token_ids: list[int]) -> None:
     """A model with random weights says anything, halves of characters included."""

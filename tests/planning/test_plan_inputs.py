@@ -7,6 +7,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from megatoken.errors import ConfigError
 from megatoken.planning.assumptions import load_assumptions
 from megatoken.planning.workloads import load_profiles
@@ -163,7 +164,7 @@ YAML_VALUES = st.recursive(
 KEYS = st.sampled_from(["input_tokens", "output_tokens", "turns", "think_seconds", "title", "state", "carries_context"])
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(KEYS | st.text(max_size=5), YAML_VALUES, max_size=8))
 def test_any_profile_is_read_or_refused_in_one_line(write, profile):
     path = write(yaml.safe_dump({"profiles": {"mine": profile}}, allow_unicode=True))
@@ -177,7 +178,7 @@ def test_any_profile_is_read_or_refused_in_one_line(write, profile):
     assert message.startswith(str(path)) and "\n" not in message
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200) | st.text(alphabet="profiles: {}[]&*!|>-\n\t'\"#%@`\\0a1", max_size=100).map(str.encode))
 def test_any_bytes_are_refused_in_one_line(write, content):
     path = write(content)

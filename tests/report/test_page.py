@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pages import LOADING_ATTRIBUTES, parsed, words
 from report_documents import DOCUMENTS
 
+from examples import examples
 from megatoken.errors import UsageError
 from megatoken.report.blocks import Column, Table
 from megatoken.report.documents import KINDS, checked
@@ -151,7 +152,7 @@ def complaint(document) -> str:
     return ""
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(damaged_documents())
 def test_a_damaged_document_makes_a_page_or_an_error_of_one_line(document):
     assert len(complaint(document).splitlines()) <= 1

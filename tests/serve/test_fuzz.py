@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from typing import Any
 
@@ -11,6 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 from serving import Served, no_fault
 
+from examples import examples
 from megatoken.serve.context import grammar_of
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_chat import ChatBody
@@ -18,7 +18,6 @@ from megatoken.serve.schema_common import UNSUPPORTED, GenerationFields, Samplin
 from megatoken.serve.schema_completions import CompletionBody, DetokenizeBody, TokenizeBody
 from megatoken.serve.schema_responses import ResponsesBody
 
-EXAMPLES = int(os.environ.get("MEGATOKEN_FUZZ_EXAMPLES", "150"))
 PATHS = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -91,7 +90,7 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, data
 
 
-@settings(max_examples=10 * EXAMPLES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1500), suppress_health_check=list(HealthCheck))
 @given(request=requests())
 def test_a_body_is_read_or_refused_in_one_line_that_a_user_understands(request: tuple[str, bytes]) -> None:
     error = refusal(*request)
@@ -115,7 +114,7 @@ def refusal(path: str, data: bytes) -> ApiError | None:
     return None
 
 
-@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(500), suppress_health_check=list(HealthCheck))
 @given(request=requests())
 def test_no_body_is_answered_with_500(server: Served, request: tuple[str, bytes]) -> None:
     path, data = request

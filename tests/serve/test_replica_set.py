@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.engine.state import ReplicaState
 from megatoken.errors import RequestError
@@ -161,7 +162,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(ACTIONS)
 def test_every_request_ends_once_and_no_client_gets_the_tokens_of_two_runs(actions: list[tuple[str, int]]) -> None:
     asyncio.run(play(actions))

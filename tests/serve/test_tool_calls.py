@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
+from examples import examples
 from megatoken.serve.api_settings import ToolFormat
 from megatoken.serve.tool_calls import (
     Call,
@@ -108,7 +109,7 @@ def test_calls_are_found_however_the_text_is_cut(
     assert parsed(make, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == expected
 
 
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=examples(300), derandomize=True)
 @given(
     text=st.lists(
         st.sampled_from(
