@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.datasets.lines import read_lines
+from megatoken.datasets.random_ids import RandomIds
 from megatoken.datasets.requests import Dataset, LazyRows
 from megatoken.engine.request import Request
 from megatoken.errors import DatasetError
@@ -56,11 +57,10 @@ def load_lengths(path: Path | None, *, vocabulary_size: int, max_length: int, se
     pairs = np.frombuffer(lengths, dtype=np.int64).reshape(-1, 2)
     inputs, outputs, notes = fit_lengths(pairs[:, 0], pairs[:, 1], max_length)
 
+    ids = RandomIds(vocabulary_size, seed)
+
     def make(row: int) -> Request:
-        # The raw output of a counter-based generator does not change between releases of NumPy.
-        raw = np.random.Philox(key=np.array([seed, row], dtype=np.uint64)).random_raw(int(inputs[row]))
-        ids = (raw % np.uint64(vocabulary_size)).tolist()
-        return Request(prompt=ids, max_tokens=int(outputs[row]), ignore_end_token=True)
+        return Request(ids.draw(row, int(inputs[row])), int(outputs[row]), ignore_end_token=True)
 
     return Dataset(
         name=path.name,

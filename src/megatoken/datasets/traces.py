@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from megatoken.datasets.lengths import fit_lengths
 from megatoken.datasets.lines import read_lines
+from megatoken.datasets.random_ids import RandomIds
 from megatoken.datasets.requests import Dataset, LazyRows
 from megatoken.engine.request import Request
 from megatoken.errors import DatasetError
@@ -72,18 +73,15 @@ class Trace:
         inputs, outputs, notes = fit_lengths(self.input_tokens, self.output_tokens, max_length)
         notes += (f"{count_of(self.skipped, 'row')} without a prompt or an answer left out",) if self.skipped else ()
 
-        def draw(kind: int, number: int, count: int) -> list[int]:
-            key = np.array([seed, 2 * number + kind], dtype=np.uint64)
-            raw = np.random.Philox(key=key).random_raw(count)  # does not change between releases of NumPy
-            return (raw % np.uint64(vocabulary_size)).tolist()  # type: ignore[no-any-return]
+        random_ids = RandomIds(vocabulary_size, seed)
 
         def make(row: int) -> Request:
             length = int(inputs[row])
             ids: list[int] = []
             for block in self.blocks[row] if self.blocks else ():
-                ids += draw(1, block, MOONCAKE_BLOCK)
+                ids += random_ids.draw(2 * block + 1, MOONCAKE_BLOCK)
             ids = ids[:length]
-            ids += draw(0, row, length - len(ids)) if len(ids) < length else []
+            ids += random_ids.draw(2 * row, length - len(ids)) if len(ids) < length else []
             return Request(prompt=ids, max_tokens=int(outputs[row]), ignore_end_token=True)
 
         return Dataset(
