@@ -32,9 +32,9 @@ from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task,
 TEXTS_AT_FIRST, TEXTS_LATER = 256, 64  # the first answers keep their text, later every so many
 RECEIVE_BYTES = 1 << 20
 END_SECONDS = 2.0
-_encode = json.JSONEncoder(ensure_ascii=False).encode
 SWITCH_SECONDS = 0.0002  # Python's 5 ms would hold up a request that is due while a thread writes the run folder
 _KNOWN = {"in_flight", "waiting", "output_tokens", "processed_tokens", "replicas"}  # fields that a client knows
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(frozen=True, slots=True)
