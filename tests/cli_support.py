@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -44,9 +45,17 @@ def call(*arguments: object, before: Callable[[], object] | None = None) -> tupl
 
 def redirected(redirection: str, *arguments: object) -> tuple[int, str, str]:
     """The same with a redirection of the shell, such as ``>&-``."""
+    if redirection.endswith("/dev/full"):  # closed streams are another matter: Python sees them when it starts
+        return call(*arguments, before=partial(_fill, 2 if redirection.startswith("2") else 1))
     shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *map(str, arguments)]
     done = subprocess.run(shell, capture_output=True, text=True, env=ENVIRONMENT, timeout=TIMEOUT_SECONDS, check=False)
     return done.returncode, done.stdout, done.stderr
+
+
+def _fill(descriptor: int) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, descriptor)
+    os.close(full)
 
 
 def call_here(*arguments: object) -> tuple[int, str, str]:

@@ -61,14 +61,17 @@ def test_a_pipe_whose_writer_waits_is_read_to_its_end(tmp_path: Path, pipe: Path
 
 def test_the_pipes_of_a_shell(tmp_path: Path) -> None:
     """Process substitution and standard input, read after their writer has left, and a slow one."""
-    program = "import sys; from test_input_files import *; print(len(load(Path(sys.argv[1])).requests))"
+    program = (
+        "import sys; from pathlib import Path; from megatoken.datasets.prompts import load_prompts; "
+        "print(len(load_prompts(Path(sys.argv[1]), encode=None, vocabulary_size=10, max_length=20).requests))"
+    )
     source = tmp_path / "in.jsonl"
     source.write_bytes(LINES)
     for words in (
         '"$@" <(cat "$0")',
         'cat "$0" | "$@" /dev/stdin',
         '"$@" /dev/stdin <"$0"',
-        '"$@" <(sleep 3; cat "$0")',
+        '"$@" <(sleep 1; cat "$0")',
     ):
         done = subprocess.run(
             ["bash", "-c", words, str(source), sys.executable, "-c", program],

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from serving import REFERENCE_MODEL, Served
 
+pytestmark = pytest.mark.timing  # what these tools wait for, and for how long, is their own
+
 ROOT = Path(__file__).parents[2]
 INSTALL_SECONDS = 240
 RUN_SECONDS = 240
