@@ -17,6 +17,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from megatoken.errors import StorageError
+from megatoken.text import utc_now
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -87,6 +88,11 @@ def storage_error(path: Path, error: OSError, *, movable: bool = True) -> Storag
 def to_json(value: Mapping[str, Any]) -> str:
     """Indented JSON; numbers that are not finite become null."""
     return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def new_document(kind: str, version: int = 1, /, **fields: Any) -> dict[str, Any]:
+    """A document made now, in the types JSON knows; ``version`` is that of the kind's form."""
+    return {"kind": kind, "schema_version": version, "created_at": utc_now(), **plain(fields)}
 
 
 def plain(value: Any) -> Any:

@@ -26,10 +26,10 @@ from megatoken.engine.config import REFERENCE, Precision, model_folder
 from megatoken.engine.runner import open_runner
 from megatoken.engine.schemes.packed4 import Packed4
 from megatoken.errors import UsageError
+from megatoken.files import new_document
 from megatoken.runs.run import Verdict
-from megatoken.text import utc_now
 
-KIND, SCHEMA_VERSION = "accuracy_against", 1
+KIND = "accuracy_against"
 ANSWERED_TOGETHER = 64
 MOST_POSITIONS, MOST_LOGPROBS = 20_000, 2**27  # whose distributions are compared, and values of them in memory
 Progress = Callable[[int, int], None]
@@ -89,37 +89,35 @@ def compare(
     checked = check_decoders()
     if any(one.wrong for one in checked):
         failed.append("decoders")
-    return {
-        "kind": KIND,
-        "schema_version": SCHEMA_VERSION,
-        "created_at": utc_now(),
-        "title": "Accuracy against another checkpoint",
-        "verdict": Verdict.INVALID if failed else Verdict.VALID,
-        "failed": failed,
-        "share": share,
-        "model": model,
-        "model_hash": checkpoints[0].content_hash,
-        "against": against,
-        "against_hash": checkpoints[1].content_hash,
-        "precision": precision,
-        "prompts": str(expected.path),
-        "prompts_sha256": expected.content_hash,
-        "samples": count,
-        "decoders": [asdict(one) for one in checked],
-        "weights": _weights(*checkpoints),
-        "next_tokens": _next_tokens(found.logprobs, meant.logprobs),
-        "next_tokens_of_answers": _next_tokens(
+    return new_document(
+        KIND,
+        title="Accuracy against another checkpoint",
+        verdict=Verdict.INVALID if failed else Verdict.VALID,
+        failed=failed,
+        share=share,
+        model=model,
+        model_hash=checkpoints[0].content_hash,
+        against=against,
+        against_hash=checkpoints[1].content_hash,
+        precision=precision,
+        prompts=str(expected.path),
+        prompts_sha256=expected.content_hash,
+        samples=count,
+        decoders=[asdict(one) for one in checked],
+        weights=_weights(*checkpoints),
+        next_tokens=_next_tokens(found.logprobs, meant.logprobs),
+        next_tokens_of_answers=_next_tokens(
             *(
                 [rows[start:] for rows, start in zip(one.logprobs, one.answers_from, strict=True)]
                 for one in (found, meant)
             )
         ),
-        "tasks": tasks,
-        "lengths": lengths,
-        "identical_answers": sum(
+        tasks=tasks,
+        lengths=lengths,
+        identical_answers=sum(
             one.token_ids == other.token_ids for one, other in zip(found.completions, meant.completions, strict=True)
         ),
-    }
+    )
 
 
 class _Steps:

@@ -16,10 +16,9 @@ import numpy as np
 
 from megatoken.analysis.nodes import WORKLOAD, NodeRow, check_rows, clock, distinct, took_turns
 from megatoken.errors import UsageError
-from megatoken.files import plain
-from megatoken.text import count_of, natural, utc_now
+from megatoken.files import new_document, plain
+from megatoken.text import count_of, natural
 
-SCHEMA_VERSION = 1
 STRAGGLER_THRESHOLD = 0.03
 ONE_NODE = "one node"
 SIMULTANEOUS_SHARE = 0.95
@@ -120,10 +119,7 @@ class Aggregate:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON of the kind ``aggregate``."""
-        document: dict[str, Any] = plain(
-            {"kind": "aggregate", "schema_version": SCHEMA_VERSION, "created_at": utc_now(), **asdict(self)}
-        )
-        return document
+        return new_document("aggregate", **asdict(self))
 
 
 def aggregate(

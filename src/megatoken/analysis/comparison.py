@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.analysis.aggregation import SCHEMA_VERSION
 from megatoken.analysis.lookup import names_of
 from megatoken.analysis.machine import Occupation, name_of
 from megatoken.analysis.nodes import HASH_SHOWN, data_set_of
 from megatoken.analysis.published import accelerator_facts
 from megatoken.analysis.standing import verified_standing
 from megatoken.errors import UsageError
-from megatoken.files import plain
-from megatoken.text import count_of, is_number, precise, utc_now
+from megatoken.files import new_document
+from megatoken.text import count_of, is_number, precise
 
 BASES = ("total", "per_gpu", "per_node", "per_rack")
 CONFIDENCE = 0.95
@@ -194,10 +193,7 @@ class Comparison:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON of the kind ``comparison``."""
-        document: dict[str, Any] = plain(
-            {"kind": "comparison", "schema_version": SCHEMA_VERSION, "created_at": utc_now(), **asdict(self)}
-        )
-        return document
+        return new_document("comparison", **asdict(self))
 
 
 def compare(entries: Sequence[Entry], *, title: str = "Comparison") -> Comparison:

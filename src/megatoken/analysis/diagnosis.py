@@ -10,9 +10,10 @@ import numpy as np
 
 from megatoken.analysis.series import Floats, gpu_errors, numbers, totals_over_time
 from megatoken.analysis.stability import FATAL_ERRORS
+from megatoken.files import new_document
 from megatoken.hardware.doctor.finding import Finding, fix, ok, unknown
 from megatoken.hardware.nvml import HARMFUL_REASONS, POWER_CAP, words_of
-from megatoken.text import count_of, is_number, precise, utc_now
+from megatoken.text import count_of, is_number, precise
 from megatoken.text import number as short
 
 if TYPE_CHECKING:
@@ -50,14 +51,12 @@ def diagnose(run: Run) -> list[Finding]:
 
 def diagnosis(run: Run) -> dict[str, Any]:
     """The same as a document."""
-    return {
-        "kind": "diagnosis",
-        "schema_version": 1,
-        "created_at": utc_now(),
-        "run": str(run.path),
-        "verdict": run.verdict,
-        "findings": [asdict(finding) for finding in diagnose(run)],
-    }
+    return new_document(
+        "diagnosis",
+        run=str(run.path),
+        verdict=run.verdict,
+        findings=[asdict(finding) for finding in diagnose(run)],
+    )
 
 
 def _contention(run: Run) -> Iterator[Finding]:

@@ -14,12 +14,11 @@ from megatoken.analysis.comparison import CONFIDENCE, student_t
 from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import contentions, simulated_gpu
 from megatoken.errors import UsageError
-from megatoken.files import cause, plain
+from megatoken.files import cause, new_document
 from megatoken.runs.run import RESULT, Run, Verdict
-from megatoken.text import is_number, utc_now
+from megatoken.text import is_number
 
 REPEATS = "repeats.json"
-SCHEMA_VERSION = 1
 INTERVAL_FORMULA = (
     "exp(m ± t(1 - (1 - confidence) / 2; n - 1) · s / √n), m and s the mean and the standard deviation (with n - 1) of"
     " the logarithms, exp(m) the geometric mean, because rates differ by factors"
@@ -109,27 +108,25 @@ def summarise_repeats(runs: Sequence[Run], wanted: int, missing: Sequence[str] =
                 percentiles[f"{name}_p99_seconds"] = {"values": p99s}
     result = runs[0].result
     subject = (result.get("scenario"), result.get("model"), result.get("precision"))
-    return {
-        "kind": "repeats",
-        "schema_version": SCHEMA_VERSION,
-        "created_at": utc_now(),
-        "title": f"Repeats of {' '.join(str(part) for part in subject if part)}",
-        "inputs": [plain(run.path) for run in runs],
-        "notes": [*missing, *_notes(runs, whole)],
-        "verdict": worst_verdict(runs),
-        "verdicts": [run.verdict for run in runs],
-        "reasons": [{"run": run.path.name, **reason} for run in runs for reason in run.reasons],
-        "simulated_gpu": simulated_gpu(runs[0]),
-        "runs": [run.path.name for run in runs],
-        "runs_wanted": wanted,
-        "runs_in_the_mean": [run.path.name for run in whole],
-        "metrics": metrics,
-        "percentiles": percentiles,
-        "confidence": CONFIDENCE,
-        "interval_formula": INTERVAL_FORMULA,
-        "seeds": result.get("seeds"),
-        "seeds_note": SEEDS_NOTE,
-    }
+    return new_document(
+        "repeats",
+        title=f"Repeats of {' '.join(str(part) for part in subject if part)}",
+        inputs=[run.path for run in runs],
+        notes=[*missing, *_notes(runs, whole)],
+        verdict=worst_verdict(runs),
+        verdicts=[run.verdict for run in runs],
+        reasons=[{"run": run.path.name, **reason} for run in runs for reason in run.reasons],
+        simulated_gpu=simulated_gpu(runs[0]),
+        runs=[run.path.name for run in runs],
+        runs_wanted=wanted,
+        runs_in_the_mean=[run.path.name for run in whole],
+        metrics=metrics,
+        percentiles=percentiles,
+        confidence=CONFIDENCE,
+        interval_formula=INTERVAL_FORMULA,
+        seeds=result.get("seeds"),
+        seeds_note=SEEDS_NOTE,
+    )
 
 
 def _notes(runs: Sequence[Run], whole: Sequence[Run]) -> list[str]:

@@ -17,12 +17,10 @@ from megatoken.analysis.seen_tokens import STALL_RULE
 from megatoken.analysis.statistics import PERCENTILE_METHOD
 from megatoken.analysis.sweep_point import STEADY_RULE, parts_of, point_figures
 from megatoken.errors import UsageError
-from megatoken.files import plain
+from megatoken.files import new_document
 from megatoken.runs.run import Run
-from megatoken.text import utc_now
 
 SWEEP = "sweep.json"
-SCHEMA_VERSION = 1
 LOAD_FACTS = ("arrivals", "burstiness", "seed", "source", "of", "stages")
 WITHIN_SHARE = 0.99  # of the requests due that must keep both limits
 GAIN, FLAT_POINTS = 0.03, 2  # a closed loop is saturated after so many points without so much more output
@@ -70,34 +68,32 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
     subject = " ".join(str(part) for part in (first.result.get("model"), first.result.get("precision")) if part)
     kind = first.result["load"]["kind"]
     left_out = [run.path.name for run in runs if run not in whole]
-    return {
-        "kind": "sweep",
-        "schema_version": SCHEMA_VERSION,
-        "created_at": utc_now(),
-        "title": f"Sweep of {subject} by {kind}",
-        "inputs": [plain(run.path) for run in runs],
-        "notes": [
+    return new_document(
+        "sweep",
+        title=f"Sweep of {subject} by {kind}",
+        inputs=[run.path for run in runs],
+        notes=[
             *shared_notes(runs),
             *([f"left out, because they ended before their window: {', '.join(left_out)}"] if left_out else []),
             *contentions(runs),
         ],
-        "verdict": worst_verdict(runs),
-        "reasons": [{"run": run.path.name, **reason} for run in runs for reason in run.reasons],
-        "name": name,
-        "load_kind": kind,
-        "load_unit": UNITS[kind],
-        "load": {key: first.result["load"].get(key) for key in LOAD_FACTS},
-        "model": first.result.get("model"),
-        "precision": first.result.get("precision"),
-        "data_set": first.result.get("data_set"),
-        "hostname": first.environment.get("hostname"),
-        "simulated_gpu": simulated_gpu(first),
-        "accelerator": accelerator_name(first) if points and points[0]["accelerators"] else None,
-        "ttft_limit_seconds": first.result.get("ttft_limit_seconds"),
-        "tpot_limit_seconds": first.result.get("tpot_limit_seconds"),
-        "points": points,
-        "repeats": _repeats(points),
-        "found": found(points),
+        verdict=worst_verdict(runs),
+        reasons=[{"run": run.path.name, **reason} for run in runs for reason in run.reasons],
+        name=name,
+        load_kind=kind,
+        load_unit=UNITS[kind],
+        load={key: first.result["load"].get(key) for key in LOAD_FACTS},
+        model=first.result.get("model"),
+        precision=first.result.get("precision"),
+        data_set=first.result.get("data_set"),
+        hostname=first.environment.get("hostname"),
+        simulated_gpu=simulated_gpu(first),
+        accelerator=accelerator_name(first) if points and points[0]["accelerators"] else None,
+        ttft_limit_seconds=first.result.get("ttft_limit_seconds"),
+        tpot_limit_seconds=first.result.get("tpot_limit_seconds"),
+        points=points,
+        repeats=_repeats(points),
+        found=found(points),
         **(
             {
                 "neighbour": next(other for other in neighbours if other is not None),
@@ -107,7 +103,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
             if shared
             else {}
         ),
-        "rules": {
+        rules={
             "steady": STEADY_RULE,
             "knee": KNEE_RULE,
             "within_limits": f"at least {100 * WITHIN_SHARE:g} % of the requests due kept both limits",
@@ -115,7 +111,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
             **({"isolation": ISOLATION_RULE} if shared else {}),
             "percentiles": PERCENTILE_METHOD,
         },
-    }
+    )
 
 
 def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -136,19 +132,17 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for key in COMPARED
         if any(document[key] != first[key] for document in documents)
     }
-    return {
-        "kind": "sweep_comparison",
-        "schema_version": SCHEMA_VERSION,
-        "created_at": utc_now(),
-        "title": "Comparison of sweeps",
-        "inputs": [name for document in documents for name in document["inputs"]],
-        "notes": [
+    return new_document(
+        "sweep_comparison",
+        title="Comparison of sweeps",
+        inputs=[name for document in documents for name in document["inputs"]],
+        notes=[
             f"not like for like: {key.replace('_', ' ')} differs ({'; '.join(f'{n}: {v}' for n, v in values.items())})"
             for key, values in differing.items()
         ],
-        "sweeps": [{key: document[key] for key in SHOWN} for document in documents],
-        "ratios": _ratios(documents),
-    }
+        sweeps=[{key: document[key] for key in SHOWN} for document in documents],
+        ratios=_ratios(documents),
+    )
 
 
 def _ratios(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,10 +63,7 @@ def _new(config_file: Path | None, given: Mapping[str, str], rack: str | None, d
     seconds = duration_seconds(duration)
     config = load_run_config(config_file, given, rack)
     for key in _OWN:
-        value: object = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value != KEYS[key].default:
+        if attrgetter(key)(config) != KEYS[key].default:
             raise ConfigError(
                 f"{key}: not a setting of a soak, which runs under full load for --duration; leave it out"
             )

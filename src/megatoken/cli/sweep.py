@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -161,10 +162,7 @@ def _config(config_file: Path | None, given: Mapping[str, str], rack: str | None
             raise ConfigError(f"--{name}: not a setting of a sweep, which has loads of its own; leave it out")
     config = load_run_config(config_file, {**given, "scenario": "server"}, rack, slo)
     for key in _OWN[1:]:
-        value: object = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value != KEYS[key].default:
+        if attrgetter(key)(config) != KEYS[key].default:
             raise ConfigError(f"{key}: not a setting of a sweep, which has loads of its own; leave it out")
     return config
 

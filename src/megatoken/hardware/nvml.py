@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
+from megatoken.errors import CapacityError, how_to_install
+
 CLOCK_REASONS = {
     0x001: "idle",
     0x002: "clocks set by a user",
@@ -213,6 +215,18 @@ def gpus_of(uuids: Sequence[str]) -> list[NvmlGpu] | None:
         return [NvmlGpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)) for uuid in uuids]
     except nvml.NVMLError:
         return None
+
+
+def nvml_gpu(uuid: str) -> NvmlGpu:
+    """The GPU named ``GPU-...`` for questions to the driver.
+
+    Raises:
+        CapacityError: nvidia-ml-py is not installed, or the driver does not know the GPU.
+    """
+    gpus = gpus_of([uuid])
+    if gpus is None:
+        raise CapacityError(f"NVML does not know {uuid}; {how_to_install('gpu')}, and check nvidia-smi")
+    return gpus[0]
 
 
 def driver_version(nvml: Any) -> str | None:

@@ -13,7 +13,7 @@ from megatoken.analysis.comparison import ratio_interval
 from megatoken.analysis.series import tokens_per_second_within
 from megatoken.config import RunConfig, load_run_config
 from megatoken.errors import UsageError
-from megatoken.files import plain
+from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.command import measure
 from megatoken.harness.prepare import Prepared, resolve
@@ -23,9 +23,7 @@ from megatoken.mlperf.rounds import DEFAULT_ROUND, round_seeds
 from megatoken.runs.plan_hash import plan_differences, plan_hash, plan_of, plan_of_run
 from megatoken.runs.run import CONFIG, Run, read_run
 from megatoken.targets import Target
-from megatoken.text import utc_now
 
-SCHEMA_VERSION = 1
 SPANS = 10  # of the rated time, whose rates give an interval
 SCENARIOS = ("offline", "server", "interactive", "singlestream")
 RULE = (
@@ -84,21 +82,16 @@ def _plan_now(prepared: Prepared) -> dict[str, str]:
 def _document(run: Run, then: dict[str, str], now: dict[str, str], again: Run | None) -> dict[str, Any]:
     differences = plan_differences(then, now)
     rates = None if again is None else _rates(run, again)
-    document: dict[str, Any] = plain(
-        {
-            "kind": "rerun",
-            "schema_version": SCHEMA_VERSION,
-            "created_at": utc_now(),
-            "title": f"Re-run of {run.path.name}",
-            "inputs": [run.path, *([again.path] if again else [])],
-            "notes": [],
-            "plan_sha256": {"then": plan_hash(then), "now": plan_hash(now)},
-            "equal": not differences,
-            "differences": differences,
-            "rates": rates,
-        }
+    return new_document(
+        "rerun",
+        title=f"Re-run of {run.path.name}",
+        inputs=[run.path, *([again.path] if again else [])],
+        notes=[],
+        plan_sha256={"then": plan_hash(then), "now": plan_hash(now)},
+        equal=not differences,
+        differences=differences,
+        rates=rates,
     )
-    return document
 
 
 def _rates(run: Run, again: Run) -> dict[str, Any]:

@@ -23,16 +23,15 @@ from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import accelerator_name, run_accelerators
 from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import ExitCode, UsageError
-from megatoken.files import plain
+from megatoken.files import new_document
 from megatoken.planning.assumptions import load_assumptions
 from megatoken.planning.cost import System, accelerator_hour
 from megatoken.planning.energy import energy_of, power_of
 from megatoken.planning.figures import State
 from megatoken.planning.throughput import from_runs
 from megatoken.runs.run import RESULT, Run, read_run
-from megatoken.text import is_number, precise, significant, utc_now
+from megatoken.text import is_number, precise, significant
 
-SCHEMA_VERSION = 1
 NO_LIMITS = "no limits to judge by: give --slo FILE, or flags such as --limits.ttft_seconds.p99 2"
 
 
@@ -106,27 +105,22 @@ def check_runs(runs: Sequence[Run], asked: Mapping[str, Any]) -> dict[str, Any]:
     if not any(answers for _, answers in judged):
         raise UsageError(NO_LIMITS)
     everything = [one for _, answers in judged for one in answers]
-    document: dict[str, Any] = plain(
-        {
-            "kind": "check",
-            "schema_version": SCHEMA_VERSION,
-            "created_at": utc_now(),
-            "title": "Limits",
-            "inputs": [run.path for run in runs],
-            "notes": [],
-            "answer": overall(everything),
-            "runs": [
-                {
-                    "run": run.path.name,
-                    "verdict": run.verdict,
-                    "answer": overall(answers),
-                    "limits": limit_documents(answers),
-                }
-                for run, answers in judged
-            ],
-        }
+    return new_document(
+        "check",
+        title="Limits",
+        inputs=[run.path for run in runs],
+        notes=[],
+        answer=overall(everything),
+        runs=[
+            {
+                "run": run.path.name,
+                "verdict": run.verdict,
+                "answer": overall(answers),
+                "limits": limit_documents(answers),
+            }
+            for run, answers in judged
+        ],
     )
-    return document
 
 
 def broken_limits(path: Path) -> bool:

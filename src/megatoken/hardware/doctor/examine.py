@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.errors import how_to_install
+from megatoken.files import new_document
 from megatoken.hardware.doctor.finding import Finding, State, unknown
 from megatoken.hardware.doctor.gpu import check_gpus
 from megatoken.hardware.doctor.software import check_software
 from megatoken.hardware.doctor.system import check_system
 from megatoken.hardware.nvml import all_gpus, open_nvml
-from megatoken.text import utc_now
 
 DRIVER = Path("/dev/nvidiactl")
 ORDER = (State.FIX, State.UNKNOWN, State.OK)
@@ -25,12 +25,7 @@ def examine(folder: Path) -> dict[str, Any]:
     has_gpu = DRIVER.exists()
     found = [*check_system(folder), *check_software(has_gpu), *(_gpus() if has_gpu else ())]
     found.sort(key=lambda finding: ORDER.index(finding.state))
-    return {
-        "kind": "doctor",
-        "schema_version": 1,
-        "created_at": utc_now(),
-        "findings": [asdict(finding) for finding in found],
-    }
+    return new_document("doctor", findings=[asdict(finding) for finding in found])
 
 
 def _gpus() -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatoken.hardware.qualify.gpu_parts import nvml_gpu
+from megatoken.hardware.nvml import nvml_gpu
 from megatoken.hardware.qualify.processor import clock
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import contradictions

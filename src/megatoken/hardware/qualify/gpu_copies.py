@@ -7,8 +7,8 @@ import time
 import torch
 
 from megatoken.errors import CapacityError
+from megatoken.hardware.nvml import nvml_gpu
 from megatoken.hardware.qualify.exact import different_elements
-from megatoken.hardware.qualify.gpu_parts import nvml_gpu
 from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_seconds
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value

@@ -15,9 +15,8 @@ from megatoken.engine.config import SHAPES
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import CapacityError
-from megatoken.hardware.nvml import HARMFUL_REASONS, Counters, NvmlGpu, words_of
+from megatoken.hardware.nvml import HARMFUL_REASONS, Counters, NvmlGpu, nvml_gpu, words_of
 from megatoken.hardware.power import PowerSampler
-from megatoken.hardware.qualify.gpu_parts import nvml_gpu
 from megatoken.hardware.qualify.gpu_products import Weights
 from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_seconds, repeat_for
 from megatoken.hardware.qualify.shapes import products_of

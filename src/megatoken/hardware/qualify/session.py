@@ -11,6 +11,7 @@ from typing import Any
 
 from megatoken.engine.gpus import gpus
 from megatoken.errors import ExitCode
+from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.qualify.answer import answer
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest
@@ -19,7 +20,6 @@ from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
 from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, Earlier, band, read_baseline
 from megatoken.hardware.qualify.values import Setting, Value
 from megatoken.hardware.specification import part_name
-from megatoken.text import utc_now
 
 CAPPED_SHARE = 0.98
 
@@ -51,17 +51,16 @@ def qualify(
         earlier = {(name[: -len(suffix)], unit): one for (name, unit), one in earlier.items() if name.endswith(suffix)}
     began = time.monotonic()
     measured: dict[str, float] = {}
-    document: dict[str, Any] = {
-        "kind": KIND,
-        "schema_version": SCHEMA_VERSION,
-        "created_at": utc_now(),
-        "title": f"Qualification of {part}",
-        "inputs": [] if baseline is None else [str(baseline)],
-        "notes": [capped] if capped else [],
-        "set": "full" if full else "quick",
-        "device": part,
-        "machine": machine,
-    }
+    document: dict[str, Any] = new_document(
+        KIND,
+        SCHEMA_VERSION,
+        title=f"Qualification of {part}",
+        inputs=[] if baseline is None else [str(baseline)],
+        notes=[capped] if capped else [],
+        set="full" if full else "quick",
+        device=part,
+        machine=machine,
+    )
     runs: list[list[Ended]] = [[] for _ in tests]
     queue, first_round = deque(range(len(tests))), True
     while queue:
