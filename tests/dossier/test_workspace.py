@@ -34,6 +34,7 @@ def test_from_an_empty_folder_to_a_dossier(tmp_path: Path, monkeypatch: pytest.M
     document = json.loads(out)
     assert [claim["answer"] for claim in document["claims"]] == ["holds", "cannot be determined"]
     assert len(document["limits"][0]["limits"]) == 3
+    assert len(document["measured"]) == len(document["replays"]) == 1  # the audit is of the same run
     (identity,) = document["identities"]
     assert re.fullmatch("[0-9a-f]{64}", identity["weights_sha256"])
 

@@ -46,22 +46,24 @@ def dossier(
         raise UsageError("nothing to report on: give --audit AUDIT.json (megatoken audit --out), --run RUN, or both")
     price = asked.get("dollars_per_hour")
     replays = [audited(run.path).to_document() for run in runs]
-    of_audits = [(audit, measured_by_audit(audit)) for audit in audits]
+    names = [run.path.name for run in runs]
+    others = [audit for audit in audits if _own_run(audit) not in names]  # of a run that is given too, only the claims
+    of_audits = [(audit, measured_by_audit(audit)) for audit in others]
     measured = [*(one for _, found in of_audits for one in found), *map(measured_by_run, runs)]
     costs = [
         *(one for audit, found in of_audits for one in costs_of_audit(audit, found)),
         *(one for run in runs for one in costs_of_run(run, price)),
     ]
     claims = [{**claim, "where": claim["where"][:1]} for audit in audits for claim in audit.get("claims") or []]
-    checked = [*audits, *replays]
-    names = [*(audit["title"].removeprefix("Audit of ") for audit in audits), *(run.path.name for run in runs)]
+    checked = [*others, *replays]
+    subjects = [*(audit["title"].removeprefix("Audit of ") for audit in others), *names]
     limits = _limits(runs, asked)
     document: dict[str, Any] = plain(
         {
             "kind": "dossier",
             "schema_version": SCHEMA_VERSION,
             "created_at": utc_now(),
-            "title": f"Dossier: {', '.join(names)}",
+            "title": f"Dossier: {', '.join(subjects)}",
             "inputs": [{"input": path, "sha256": _sha256(path)} for path in inputs],
             "notes": [],
             "claims": claims,
@@ -82,6 +84,11 @@ def dossier(
         }
     )
     return document
+
+
+def _own_run(audit: Mapping[str, Any]) -> str | None:
+    """The name of the run folder that an audit is of; None of other artefacts."""
+    return Path(audit["inputs"][0]).name if audit.get("artefact_kind") == "megatoken_run" else None
 
 
 def _sha256(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_text
@@ -67,6 +67,8 @@ class _Audit(_Part):
     kind: Literal["audit"]
     schema_version: Literal[1]
     title: str
+    artefact_kind: str
+    inputs: list[str] = Field(min_length=1)
     notes: list[str]
     counts: dict[str, int]
     findings: list[_Finding]

@@ -77,7 +77,7 @@ def _answers(document: Document) -> Table:
         ("What does it cost?", *_price(document.parts("costs"))),
         ("What is not known?", *_unknown(document.parts("open"))),
     )
-    heads = {"Question": 18, "Answer": 25, "In short": 57}
+    heads = {"Question": 21, "Answer": 23, "In short": 56}
     columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
     return Table("Five answers", columns, tuple(((Words(row[0], "strong"),), *row[1:]) for row in rows), stacked=True)
 
