@@ -66,15 +66,11 @@ def test_the_first_table_of_page_and_terminal_answers_the_five_questions(audit: 
     for text in (*QUESTIONS, "What is not known?", "1,030,087.6 as one run", "does not hold", "No limits were given"):
         assert text in first and text in out.partition("\n\n")[0], text
     assert [path.name for path in (tmp_path / "dossier.json", tmp_path / "dossier.html") if str(path) not in out] == []
+    if any(map(shutil.which, BROWSERS)):
+        assert f"Saved: {tmp_path / 'dossier.pdf'}" in out
+        printed = (tmp_path / "dossier.pdf").read_bytes()
+        assert printed.startswith(b"%PDF") and len(printed) > 50_000
     assert call_here("report", tmp_path)[0] == 0 and (tmp_path / "dossier.html").read_text() == page
-
-
-@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="no browser prints here")
-def test_a_browser_prints_it(audit: Path, tmp_path: Path) -> None:
-    code, out, err = call_here("dossier", "--audit", audit, "--out", tmp_path)
-    assert (code, err) == (0, "") and f"Saved: {tmp_path / 'dossier.pdf'}" in out
-    printed = (tmp_path / "dossier.pdf").read_bytes()
-    assert printed.startswith(b"%PDF") and len(printed) > 50_000
 
 
 def test_without_a_browser_the_page_is_there_and_one_line_says_so(audit, tmp_path, monkeypatch) -> None:

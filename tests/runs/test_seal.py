@@ -74,3 +74,9 @@ def test_a_folder_that_is_no_run_and_a_key_that_is_none_are_refused_in_one_line(
     (tmp_path / "key.pem").write_text("no key")
     code, _, err = call_here("seal", folder, "--key", tmp_path / "key.pem")
     assert code == 2 and err.count("\n") == 1 and not (folder / "seal.json").exists()
+
+
+def test_a_damaged_run_folder_is_not_sealed(folder):
+    (folder / "series.parquet").write_bytes(b"cut off")
+    code, _, err = call_here("seal", folder)
+    assert code == 2 and "series.parquet is damaged" in err and not (folder / "seal.json").exists()
