@@ -5,9 +5,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from tampering import DETAIL, drop, edit, in_detail, number, put
 
 from megatoken.audit import Audit, Severity, audit
+from megatoken.mlperf.detail_log import read_detail_log
 from megatoken.mlperf.loadgen_builds import is_known_version
+from megatoken.mlperf.run_figures import run_figures
 
 SCENARIOS = ("Offline", "Server", "SingleStream")
 MODES = ("PerformanceOnly", "AccuracyOnly")
@@ -53,6 +56,24 @@ def test_other_releases(tmp_path):
     assert len(folders) == 8 * len(SCENARIOS) * len(MODES) * len(MODELS)
     alarms = {str(folder.relative_to(tmp_path)): above_note(audit(folder)) for folder in folders}
     assert {name: found for name, found in alarms.items() if found} == {}
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_loadgen_that_logs_neither_padding_nor_permutation(twin, padded: bool):
+    """LoadGen 4.1: Offline, only the rate says whether the query was padded to whole passes over its 64 rows."""
+    folder = twin("Offline")
+    issued = int(number(folder, "generated_samples_per_query"))
+    assert issued % 64 == 0
+    edit(
+        folder, DETAIL, lambda log: log.replace('"loadgen_version", "value": "', '"loadgen_version", "value": "4.1 @ ')
+    )
+    drop(folder, "requested_sample_concatenate_permutation", "effective_sample_concatenate_permutation")
+    put(folder, "generated_samples_per_query", str(issued - 10))
+    if not padded:
+        in_detail("result_samples_per_second", lambda rate: f"{float(rate) * (issued - 10) / issued:g}")(folder)
+    assert run_figures(read_detail_log(folder / DETAIL)).samples_issued == (issued if padded else issued - 10)
+    put(folder, "result_samples_per_second", "9999")
+    assert "result.rate" in {item.id for item in audit(folder).findings if item.severity is Severity.FAIL}
 
 
 def test_all_at_once_in_processes(tmp_path):

@@ -194,6 +194,38 @@ def test_answers_of_the_compliance_test(tree):
         assert expected in grave(root)
 
 
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ("*.*.min_query_count = 3000\n", None),
+        (
+            "*.*.qsl_rng_seed = 0\n*.*.sample_index_rng_seed = 0\n",
+            "0 of 100 records: the rows of LoadGen's own seeds, 0",
+        ),
+    ],
+)
+def test_other_runs_of_the_compliance_test(tree, originals, more: str, found: str | None):
+    """A longer run, of which LoadGen logs about 100 answers, breaks nothing; seeds of no round are named."""
+    root, _ = tree
+    logged = originals("Server", "PerformanceOnly", "llama2-70b", TEST06 + more, 24_576) / LOGS[2]
+    shutil.copy(logged, place(tree, "compliance/sys/llama2-70b-99.9/Server/TEST06/accuracy"))
+    tests = {item.id: item for item in audit(root).findings if item.severity is not Severity.PASS}
+    if found is None:
+        assert grave(root) == set() and "of a run of" in tests["compliance.records"].found
+    else:
+        assert grave(root) == {"compliance.order"} and tests["compliance.order"].found == found
+
+
+def test_an_accuracy_run_in_place_of_the_compliance_test(tree, originals):
+    """Not one record of it is a row that TEST06 asks for, and the finding says whose rows they are."""
+    root, _ = tree
+    log = place(tree, f"compliance/{KEY}/TEST06/accuracy/mlperf_log_accuracy.json")
+    shutil.copy(originals("Offline", "AccuracyOnly", "llama2-70b", "", 24_576) / LOGS[2], log)
+    truncate(log)
+    found = {item.id: item.found for item in audit(root).findings if item.severity is Severity.WARN}
+    assert found["compliance.order"].endswith(f": the rows of an accuracy run of {audit(root).evidence.round}")
+
+
 def test_calibration_is_for_v5(tree):
     place(tree, "calibration.md").unlink()
     assert ("submission.calibration" in grave(tree[0], "v5.1" if tree[1] == "v5" else None)) == (tree[1] == "v5")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatoken.audit import Severity
-from megatoken.audit.checks.systems import accelerator_count, host_memory, keys, part_memory, part_named_alike
+from megatoken.audit.checks.systems import accelerator_count, host_memory, keys, part_memory, part_named_alike, software
 from megatoken.audit.evidence import System
 from megatoken.audit.finding import Observation
 from megatoken.mlperf.rounds import rules
@@ -75,3 +75,10 @@ def test_a_blank_value_is_a_note() -> None:
     blank = system(**values | {"host_networking_topology": " "})
     assert severities(keys(blank, Severity.FAIL)) == [Severity.PASS, Severity.NOTE]
     assert severities(keys(system(**values | {"host_networking_topology": ""}), Severity.FAIL)) == [Severity.FAIL]
+
+
+def test_several_stacks_in_one_field_do_not_contradict_each_other() -> None:
+    both = system(framework="PyTorch 2.9.1, ROCm 7.0.0; PyTorch 2.9.0, ROCm 7.1.0")
+    assert severities(software(both)) == [Severity.NOTE, Severity.NOTE]
+    elsewhere = system(framework="PyTorch 2.9.1", other_software_stack="PyTorch 2.8.0")
+    assert severities(software(elsewhere)) == [Severity.WARN]

@@ -295,6 +295,12 @@ BREAKS: dict[str, Breaking] = {
         *("S2", "no results of: spare", (T, N, T)),
         lambda t: shutil.copy(t.system, t.system.with_name("spare.json")),
     ),
+    "another division, untested": (
+        *("S2", "no results of: spare", (T, N, T)),
+        lambda t: changed(
+            Path(shutil.copy(t.system, t.system.with_name("spare.json"))), division="network", cooling=""
+        ),
+    ),
     "no calibration": ("S3", "none", (T, N, N), lambda t: shutil.rmtree(t.vendor / "documentation", True)),
     "blank in a name": ("F1", "a blank in its name", (T, N, T), lambda t: (t.vendor / "read me.md").write_text("x")),
     "hidden file": ("F1", "a hidden name", (T, N, T), lambda t: (t.vendor / ".cache").write_text("x")),

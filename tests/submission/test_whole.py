@@ -58,11 +58,35 @@ def test_results_of_endpoints_are_not_decided(built: Callable[[str, str], Path],
             (folder / name).write_text("{}")
     result = check(root)
     places = [str(folder.relative_to(root)) for folder in folders]
-    assert (result.refusals, result.undecided) == ((), tuple(places))
+    assert (result.refusals, result.endpoints) == ((), tuple(places))
     assert any(line.startswith(f"not decided: {places[0]}") for line in result.describe())
     shutil.rmtree(folders[1])
     (refused,) = check(root).refusals
     assert refused.check == "submission.required_scenarios"
+
+
+@pytest.mark.parametrize("round_", ROUNDS)
+def test_other_benchmarks_of_the_round_are_not_decided(
+    built: Callable[[str, str], Path], tmp_path: Path, round_: str
+) -> None:
+    """Results without a language model, also of a system that has no others; a model of no round is refused."""
+    root = Path(shutil.copytree(built(round_, "closed"), tmp_path / "tree"))
+    vendor = root / "closed/Vendor"
+    shutil.copy(vendor / "systems/sys.json", vendor / "systems/edge.json")
+    folders = [vendor / f"results/{name}" for name in ("edge/bert-99/SingleStream", "sys/resnet50/Offline")]
+    for folder in folders:
+        (folder / "performance/run_1").mkdir(parents=True)
+        (folder / "performance/run_1/mlperf_log_detail.txt").write_text("not read")
+        (folder / "performance/run_1/images.npz").write_text("")
+    result = check(root)
+    places = tuple(str(folder.relative_to(root)) for folder in folders)
+    assert (result.refusals, result.warnings, result.others) == ((), (), places)
+    assert result.to_document()["undecided"] == list(places)
+    shown = list(result.describe())
+    assert "not decided: 2 results without a language model (bert-99, resnet50)" in shown
+    assert shown[-1].startswith(f"Accepted by the rules of {round_}") and "but for what is not decided" in shown[-1]
+    folders[1].parent.rename(folders[1].parent.with_name("resnet18"))
+    assert "check.benchmark" in {problem.check for problem in check(root).refusals}
 
 
 @pytest.mark.parametrize("round_", ROUNDS)

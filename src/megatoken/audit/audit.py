@@ -239,7 +239,7 @@ def _check_evidence(
     scored = {display(path.removesuffix(ending)) for path in tree.files if path.endswith(ending)}
     yield from check_accuracy_evidence(evidence, claimed=bool(submissions or claimed), scored=scored)
     for system in evidence.systems:
-        yield from system_checks.check_system(system, bool(submissions))
+        yield from system_checks.check_system(system, any(one.describes(system.path) for one in submissions))
     for configuration in evidence.configurations:
         yield from system_checks.configured_rate(configuration, evidence.performance_runs)
         yield from system_checks.parallelism(configuration)

@@ -131,6 +131,13 @@ def benchmarks() -> dict[str, Benchmark]:
     return {name: _benchmark(name, entry) for name, entry in rules()["benchmarks"].items()}
 
 
+def is_other_benchmark(model: str, round: str) -> bool:
+    """Whether a model's folder is of a benchmark of the round that is not a language model, by MLCommons' spellings."""
+    others = rules()["other_benchmarks"]
+    official = next((name for part, name in others["spellings"].items() if part in model), model)
+    return official in others["rounds"].get(round, ())
+
+
 def benchmark(name: str) -> Benchmark:
     """The benchmark of that name, one of ``BENCHMARKS``: of all rounds, without an accuracy target."""
     variants = [entry for folder, entry in benchmarks().items() if _TARGET.sub("", folder) == name]

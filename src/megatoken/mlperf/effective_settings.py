@@ -66,9 +66,10 @@ def _single_stream(log: DetailLog, rows: int | None) -> dict[str, object]:
     if not latency_ns:
         return {}
     expected: dict[str, object] = {"target_qps": 1e9 / latency_ns}
-    if not log.get("requested_sample_concatenate_permutation"):
+    permuted = log.get("requested_sample_concatenate_permutation")  # not in logs of LoadGen 4.0 and 4.1
+    if permuted is False:
         expected["min_query_count"] = least
-    elif least is not None and rows and isinstance(duration_ms, int):
+    elif permuted and least is not None and rows and isinstance(duration_ms, int):
         least = max(least, int(2.0 * (duration_ms / 1e3) * (1e9 / latency_ns)))
         expected["min_query_count"] = least + rows - least % rows
     return expected

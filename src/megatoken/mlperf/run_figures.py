@@ -127,14 +127,21 @@ def _samples_issued(log: DetailLog) -> int | None:
     each = whole(log, "generated_samples_per_query")
     if queries is None or each is None:
         return None
+    timed_offline = log.text("effective_scenario") == "Offline" and log.text("effective_test_mode") != "AccuracyOnly"
     rows = log.library_set()
-    permuted = (
-        log.get("effective_sample_concatenate_permutation") is True
-        and log.text("effective_test_mode") != "AccuracyOnly"
-    )
-    if permuted and rows is not None and len(rows) and version_number(log.text("loadgen_version")) < LOGS_PADDING:
-        each = -(-each // len(rows)) * len(rows) if log.text("effective_scenario") == "Offline" else each
+    if timed_offline and rows is not None and len(rows) and version_number(log.text("loadgen_version")) < LOGS_PADDING:
+        padded = -(-each // len(rows)) * len(rows)
+        each = padded if _was_padded(log, each, padded) else each
     return queries * each
+
+
+def _was_padded(log: DetailLog, samples: int, padded: int) -> bool:
+    """Whether the query was padded to whole passes; where the log does not say, by the rate that LoadGen computed."""
+    permuted = log.get("effective_sample_concatenate_permutation")
+    rate, latency_ns = log.number("result_samples_per_second"), log.number("result_max_latency_ns")
+    if permuted is None and rate and latency_ns:
+        return abs(rate * latency_ns / 1e9 - padded) < abs(rate * latency_ns / 1e9 - samples)
+    return permuted is True
 
 
 def _tokens(log: DetailLog, offline: bool, samples: int | None, max_latency_ns: float | None) -> float | None:

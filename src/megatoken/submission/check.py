@@ -30,7 +30,7 @@ from megatoken.audit.placement import Meaning, benchmark_names, meanings, meant,
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
 from megatoken.files import UnreadableError, display, plain
-from megatoken.mlperf.benchmarks import benchmarks
+from megatoken.mlperf.benchmarks import benchmarks, is_other_benchmark
 from megatoken.mlperf.detail_log import read_detail_log
 from megatoken.mlperf.run_figures import round_of
 from megatoken.submission.evidence_checks import Published, check_compliance, check_scores, published
@@ -62,7 +62,8 @@ class Check:
     round_is_given: bool
     problems: tuple[Problem, ...]
     results: tuple[tuple[str, str, Published], ...]  # division, submitter, figure
-    undecided: tuple[str, ...]  # folders of MLPerf Endpoints results, which have other rules
+    endpoints: tuple[str, ...]  # folders of MLPerf Endpoints results, which have other rules and are not decided
+    others: tuple[str, ...]  # folders of results of other benchmarks than language models, not decided either
 
     @property
     def refusals(self) -> tuple[Problem, ...]:
@@ -96,7 +97,7 @@ class Check:
             "mlcommons_checker": "refuses" if self.mlcommons_refuses else "accepts",
             "refusals": [problem.to_document() for problem in self.refusals],
             "warnings": [problem.to_document() for problem in self.warnings],
-            "undecided": list(self.undecided),
+            "undecided": sorted(self.endpoints + self.others),
             "results": [
                 {"division": division, "submitter": submitter, **asdict(one.key), "value": one.value, "unit": one.unit}
                 for division, submitter, one in self.results
@@ -114,11 +115,15 @@ class Check:
             yield f"{len(self.warnings) - MOST_WARNINGS_SHOWN} more warnings; use --json to list them"
         for division, submitter, result in self.results:
             yield f"{division}/{submitter} {result.key.path}: {result.value:,.6g} {result.unit}"
-        for folder in self.undecided:
+        for folder in self.endpoints:
             yield f"not decided: {folder}: a result of MLPerf Endpoints; use megatoken audit"
+        if self.others:
+            names = ", ".join(sorted({folder.split("/")[-2] for folder in self.others}))
+            yield f"not decided: {count_of(len(self.others), 'result')} without a language model ({names})"
+        left = self.endpoints or self.others
         chosen = "" if self.round_is_given else ", the round of the seeds (change it with --round)"
         if not self.refusals:
-            yield f"Accepted by the rules of {self.round}{chosen}"
+            yield f"Accepted by the rules of {self.round}{chosen}" + (", but for what is not decided" if left else "")
             return
         count = len(self.refusals)
         yield f"Refused by the rules of {self.round}{chosen}: {count_of(count, 'reason')}"
@@ -158,6 +163,10 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     known = meanings(tree, submissions)
     files = [meant(run, known) for run in runs_in(tree) if _is_read(run, known)]
     chosen = wanted or _round_of(tree, files, submissions)
+    for one in submissions:
+        _set_apart(tree, one, chosen)
+    known = meanings(tree, submissions)
+    files = [run for run in files if results_above(run.folder, known)]
     judge, runs = Judge(tree, submissions, layout_of(chosen).version), []
 
     def job(run: RunFiles) -> Job:
@@ -168,7 +177,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
         runs.append(item.run)
     readable = {system.path for system in systems}
     for file, damage in damages:
-        if display(file) not in readable:
+        if display(file) not in readable and any(one.describes(file) for one in submissions):
             where = places(file, line=damage.line)
             judge.take([observe("system.readable", False, "a JSON object", damage.what, where)])
     judge.take(power_of(tree, runs)[1])
@@ -179,18 +188,29 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     judge.take(check_files(tree))
     judge.take(_unreadable(tree))
     judge.take(check_to_fill(tree))
-    for system in systems:
+    for system in (system for system in systems if any(one.describes(system.path) for one in submissions)):
         judge.take(check_system(system, True))
         judge.take(check_system_values(system))
-    results, undecided = [], []
+    results, endpoints = [], []
     for one in submissions:
         judge.take(check_submission(tree, one, systems, judge.version))
         judge.take(check_strays(tree, one))
-        undecided += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
+        endpoints += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
         figures = _check_results(tree, one, systems, chosen, judge)
         results += [(one.division, one.submitter, figure) for figure in figures]
+    others = sorted(display(folder) for one in submissions for folder in one.others.values())
     problems = tuple(judge.problems())
-    return Check(str(path), chosen, wanted is not None, problems, tuple(results), tuple(sorted(undecided)))
+    return Check(
+        *(str(path), chosen, wanted is not None, problems),
+        *(tuple(results), tuple(sorted(endpoints)), tuple(others)),
+    )
+
+
+def _set_apart(tree: Tree, one: Submission, round_: str) -> None:
+    """Move the results of other benchmarks than language models out of those that are decided."""
+    names = benchmark_names(tree, one)
+    one.others = {key: folder for key, folder in one.results.items() if is_other_benchmark(names[key[1]], round_)}
+    one.results = {key: folder for key, folder in one.results.items() if key not in one.others}
 
 
 def _check_results(

@@ -156,8 +156,6 @@ class Judge:
         if self.version == 6:
             if observation.id == "submission.performance":
                 return f"{place}/mlperf_log_detail.txt" in self._tree.files
-            if observation.id == "submission.systems":  # a description without results
-                return all(where.file in self._tree.files for where in observation.where)
             if observation.id == "rules.latency_limits" and run is not None and run.folder_scenario == "Interactive":
                 return self._within_server_limits(run)
         elif observation.id == "submission.accuracy" and division == "open":

@@ -42,7 +42,7 @@ def check_files(tree: Tree) -> Iterator[Observation]:
 def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
     """Files, folders and links in the results folder that belong to no result."""
     results = below(one.path, "results")
-    known = {key[:depth] for key in one.results for depth in range(len(key) + 1)}
+    known = {key[:depth] for key in one.places for depth in range(len(key) + 1)}
     undescribed: list[str] = []
     others = [link for link in tree.folder_links if link.startswith(f"{results}/")]
     for folder in sorted(folder for folder in tree.folders if f"{folder}/".startswith(f"{results}/")):

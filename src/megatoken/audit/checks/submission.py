@@ -43,6 +43,22 @@ class Submission:
     division: str
     submitter: str
     results: dict[Key, str] = field(default_factory=dict)  # system, benchmark, scenario -> folder
+    others: dict[Key, str] = field(default_factory=dict)  # results of which only the place is checked
+
+    @property
+    def places(self) -> dict[Key, str]:
+        """All results."""
+        return self.results | self.others
+
+    @property
+    def systems(self) -> set[str]:
+        """Systems that have results."""
+        return {system for system, _, _ in self.places}
+
+    def describes(self, path: str) -> bool:
+        """Whether a file describes a system that has results; no version of MLCommons' checker reads others."""
+        folder, _, name = path.rpartition("/")
+        return folder == below(self.path, "systems") and name.removesuffix(".json") in self.systems
 
 
 def submissions_in(tree: Tree) -> list[Submission]:
@@ -68,7 +84,7 @@ def system_folders(submissions: Iterable[Submission]) -> list[str]:
 
 def layout_version(tree: Tree, one: Submission, round: str | None) -> int:
     """5 or 6, by where the runs are described, otherwise by the round."""
-    if any(f"{folder}/measurements.json" in tree.files for folder in one.results.values()):
+    if any(f"{folder}/measurements.json" in tree.files for folder in one.places.values()):
         return 6
     if below(one.path, "measurements") in tree.folders:
         return 5
@@ -98,10 +114,10 @@ def check_submission(
         if ruled and one.division in ("closed", "network"):
             tested = folder if version == 6 else below(one.path, f"compliance/{'/'.join(key)}")
             yield from compliance(tree, tested, key[1])
-    if version == 5:
+    if version == 5 and ruled:
         yield from measurements.observations(_without_results(tree, one))
-    yield from described_systems(one, mine)
-    for system in mine.values():
+    yield from described_systems(one, mine, demanded=version == 5 and ruled)
+    for system in (system for name, system in mine.items() if name in one.systems):
         yield from network(one, system)
         yield from owner(one, system)
     yield from code(tree, one, version)
@@ -216,10 +232,10 @@ def _descriptions(tree: Tree, place: str, version: int, system: str) -> list[str
 
 def _without_results(tree: Tree, one: Submission) -> Iterator[Outcome]:
     """Systems whose runs v5 describes and that have no results; a scenario that was withdrawn may stay described."""
-    start, tested = below(one.path, "measurements/"), {system for system, _, _ in one.results}
+    start = below(one.path, "measurements/")
     for folder in sorted(folder for folder in tree.folders if folder.startswith(start)):
         system = folder.removeprefix(start)
-        if "/" not in system and system not in tested:
+        if "/" not in system and system not in one.systems:
             found = shown(f"no results of {system}")
             yield outcome(False, "results of each system whose runs are described", found, places(folder))
 
@@ -257,13 +273,14 @@ def compliance(tree: Tree, place: str, benchmark: str) -> Iterator[Outcome]:
 
 
 @check("submission.systems", "Systems and results match", "A result without a system says nothing.")
-def described_systems(one: Submission, mine: Mapping[str, System]) -> Outcome:
-    tested = {system for system, _, _ in one.results}
+def described_systems(one: Submission, mine: Mapping[str, System], *, demanded: bool) -> Outcome:
+    """Results of each system that is described are ``demanded`` by some rounds."""
+    tested = one.systems
     undescribed, untested = sorted(tested - mine.keys()), sorted(mine.keys() - tested)
     where = places(*(below(one.path, f"systems/{name}.json") for name in (*undescribed, *untested)))
     found = shown(parts(no_description_of=undescribed, no_results_of=untested)) or count_of(len(tested), "system")
     expected = "a description of each system that has results, and results of each that is described"
-    return outcome(not where, expected, found, where)
+    return outcome(not where, expected, found, where, Severity.FAIL if undescribed or demanded else Severity.NOTE)
 
 
 @check("submission.network", "Networked or not", "The network division has its own rules.")

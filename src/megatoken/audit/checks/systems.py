@@ -182,7 +182,8 @@ def software(system: System) -> Iterator[Outcome]:
         if len(distinct) > 1:
             found = shown(", ".join(f"{version} ({key})" for version, key in versions.items()))
             where = tuple(map(system.where, versions.values()))
-            yield outcome(False, f"one version of {name}", found, where, Severity.WARN)
+            listed = len(set(versions.values())) == 1  # one field that lists several stacks does not contradict itself
+            yield outcome(False, f"one version of {name}", found, where, Severity.NOTE if listed else Severity.WARN)
     if said and all(len(versions) == 1 for versions in said.values()):
         found = shown(", ".join(f"{name} {next(iter(versions))}" for name, versions in said.items()))
         yield outcome(True, "no version that contradicts another", found, (system.where(),))
