@@ -55,6 +55,16 @@ def test_the_count_in_the_name(name: str, accelerator: str, per_node: int, nodes
     assert severities(accelerator_count(system(name, **values))) == ([] if expected is None else [expected])
 
 
+def test_the_count_of_a_part_that_the_table_does_not_have() -> None:
+    described = {"accelerator_model_name": "Maker XQ750Z 128GB", "number_of_nodes": 1}
+    assert severities(accelerator_count(system("8xXQ750Z_2xCPU", accelerators_per_node=8, **described))) == [
+        Severity.PASS
+    ]
+    assert severities(accelerator_count(system("8xXQ750Z_2xCPU", accelerators_per_node=4, **described))) == [
+        Severity.WARN
+    ]
+
+
 def test_the_part_in_the_name() -> None:
     """Name and memory changed together fit each other, but not the name that results refer to."""
     genuine = system("H200-SXM-141GBx8_TRT", accelerator_model_name="NVIDIA H200-SXM-141GB")

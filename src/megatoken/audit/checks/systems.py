@@ -14,6 +14,7 @@ from megatoken.text import is_number
 GB_PER_UNIT = {"TB": 1000.0, "TIB": 1099.511627776, "GB": 1.0, "GIB": 1.073741824, "MB": 1e-3, "MIB": 1.048576e-3}
 MEMORY_TOLERANCE = 0.075  # 80 GB and 80 GiB are used for each other
 _SIZE = re.compile(r"(\d[\d,]{0,12}(?:\.\d{1,9})?)\s{0,3}(TiB|GiB|MiB|TB|GB|MB)\b", re.IGNORECASE)
+_PART_WORD = re.compile(r"\b[A-Za-z]{1,4}\d{2,4}[A-Za-z]*\b")  # such as MI350X
 _NO_PART = ("N/A", "NA", "NONE", "-")
 _WATTS = re.compile(r"\b(?:TGP|TDP)\D{0,20}?(\d{3,4})\s{0,3}W\b|\b(\d{3,4})\s{0,3}W\s{0,3}(?:TGP|TDP)\b", re.IGNORECASE)
 # Words that make a size that of one module, and not of the host; modules are counted per socket, per node or in all.
@@ -97,8 +98,12 @@ def part_named_alike(system: System) -> Outcome | None:
 
 @check("system.accelerator_count", "Accelerators and the system's name", "Rates per accelerator are divided by it.")
 def accelerator_count(system: System) -> Outcome | None:
-    """Numbers such as 8x in front of the part's name, or x8 behind it, count those of a node or of all nodes."""
-    matches = (_in_name(row["gpu"]).search(system.name) for row in load_csv("gpu_specs.csv"))
+    """Numbers such as 8x in front of the part's name, or x8 behind it, count those of a node or of all nodes.
+
+    Parts are those of the shipped table, and the words with letters and digits that the description calls its own.
+    """
+    names = {row["gpu"] for row in load_csv("gpu_specs.csv")} | set(_PART_WORD.findall(system.accelerator or ""))
+    matches = (_in_name(name).search(system.name) for name in names)
     counts = [int(match.group(1) or match.group(2)) for match in matches if match and any(match.groups())]
     per_node, nodes = system.accelerators_per_node, system.nodes or 1
     if not counts or not per_node:
