@@ -194,7 +194,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     results, endpoints = [], []
     for one in submissions:
         judge.take(check_submission(tree, one, systems, judge.version))
-        judge.take(check_strays(tree, one))
+        judge.take(check_strays(tree, one, chosen))
         endpoints += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
         figures = _check_results(tree, one, systems, chosen, judge)
         results += [(one.division, one.submitter, figure) for figure in figures]

@@ -11,9 +11,10 @@ from megatoken.audit.checks.submission import ROOT_FILES, Submission, check_name
 from megatoken.audit.discovery import DIVISIONS, Tree, below
 from megatoken.audit.evidence import System, Where, places
 from megatoken.audit.finding import Observation, shown
+from megatoken.audit.placement import ALIASES
 from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_text
-from megatoken.mlperf.benchmarks import SCENARIOS, benchmarks
+from megatoken.mlperf.benchmarks import SCENARIOS, benchmarks, is_other_benchmark
 from megatoken.mlperf.rounds import rules
 from megatoken.submission.layout import TO_FILL, Key, Layout
 
@@ -39,11 +40,12 @@ def check_files(tree: Tree) -> Iterator[Observation]:
         yield observe("check.root", not outside, expected, shown(", ".join(outside)) or "none", places(*outside))
 
 
-def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
+def check_strays(tree: Tree, one: Submission, round_: str) -> Iterator[Observation]:
     """Files, folders and links in the results folder that belong to no result."""
     results = below(one.path, "results")
     known = {key[:depth] for key in one.places for depth in range(len(key) + 1)}
     undescribed: list[str] = []
+    models: list[str] = []
     others = [link for link in tree.folder_links if link.startswith(f"{results}/")]
     for folder in sorted(folder for folder in tree.folders if f"{folder}/".startswith(f"{results}/")):
         levels = tuple(folder.removeprefix(results).split("/")[1:])
@@ -51,15 +53,17 @@ def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
             case (system,) if levels not in known:
                 described = below(one.path, f"systems/{system}.json") in tree.files
                 (others if described else undescribed).append(folder)
-            case (system, _) if levels not in known:
+            case (system, model) if levels not in known:
                 if (system,) in known:  # otherwise the whole system is a stray
-                    others.append(folder)
+                    there = model in ALIASES or model in benchmarks() or is_other_benchmark(model, round_)
+                    (others if there else models).append(folder)
             case (_, _, _, part) if not _FOLDERS_OF_RESULTS.fullmatch(part):
                 others.append(folder)
             case _ if levels in known or levels[3:] == ("performance",):
                 others += [f"{folder}/{name}" for name in tree.children(folder) if not _WITH_RESULTS.search(name)]
     expected = "results/SYSTEM/BENCHMARK/SCENARIO with performance, accuracy and compliance tests, and nothing else"
-    for id_, strays in (("check.stray_system", undescribed), ("check.strays", others)):
+    kinds = {"check.stray_system": undescribed, "check.stray_model": models, "check.strays": others}
+    for id_, strays in kinds.items():
         names = ", ".join(path.removeprefix(results)[1:] for path in strays)
         found = shown(f"stray files, folders or links: {names}") if strays else "nothing else"
         yield observe(id_, not strays, expected, found, places(*strays[:MOST_STRAYS]))

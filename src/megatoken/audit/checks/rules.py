@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatoken.analysis.standing import answer_length
 from megatoken.audit.endpoints import EndpointResult
 from megatoken.audit.evidence import Role
@@ -72,7 +74,9 @@ def no_errors(run: RunView) -> Outcome:
     found = f"{count_of(log.error_count, 'error')}, the first: {shown(first.value)}" if first else "none"
     severe = run.rules_claimed or log.get("result_validity") == "INVALID"
     where, otherwise = run.at(first.key if first else "num_errors"), run.unmet if severe else Severity.WARN
-    return outcome(not log.error_count, "no line marked as an error", found, where, otherwise)
+    counted = log.number("num_errors")
+    found_errors = outcome(not log.error_count, "no line marked as an error", found, where, otherwise)
+    return replace(found_errors, fields={} if counted is None else {"num_errors": counted})
 
 
 @check("rules.mode", "The mode fits the folder", "A performance run says nothing about accuracy.", _any_run)
