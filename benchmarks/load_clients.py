@@ -14,12 +14,13 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -253,9 +254,15 @@ def measure(name: str, client: Client, load_name: str, python: Path, work: Path)
     hidden = () if client.environment is None else ("PYTHONPATH",)
     environment = {key: value for key, value in os.environ.items() if key not in hidden} | {"HF_HUB_OFFLINE": "1"}
     with (folder / "log.txt").open("w") as log, known_server(max(os.sched_getaffinity(0))):
-        subprocess.run(
-            [str(python), *arguments], cwd=folder, env=environment, stdout=log, stderr=log, timeout=CLIENT_SECONDS
+        process = subprocess.Popen(
+            [str(python), *arguments], cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
         )
+        try:
+            process.wait(CLIENT_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its own processes too, if it took too long
+            process.wait()
         with urllib.request.urlopen(url("/record"), timeout=60) as answer:
             record = [row for row in json.load(answer) if len(row["sent_ns"]) == row["tokens"] == TOKENS]
     reported, server = client.read(folder, record)
