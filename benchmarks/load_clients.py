@@ -251,8 +251,8 @@ def measure(name: str, client: Client, load_name: str, python: Path, work: Path)
     # One client takes rows from the file in turn, and all of them have the same one.
     (folder / "prompts.jsonl").write_text(f"{json.dumps(row)}\n" * min(64, load.requests))
     arguments = client.arguments(load)
-    hidden = () if client.environment is None else ("PYTHONPATH",)
-    environment = {key: value for key, value in os.environ.items() if key not in hidden} | {"HF_HUB_OFFLINE": "1"}
+    hidden = () if client.environment is None else ("PYTHONPATH", "HF_HUB_OFFLINE")  # AIPerf then reads no folder
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
     with (folder / "log.txt").open("w") as log, known_server(max(os.sched_getaffinity(0))):
         process = subprocess.Popen(
             [str(python), *arguments], cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
