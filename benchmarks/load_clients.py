@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,7 @@ def measure(name: str, client: Client, load_name: str, python: Path, work: Path)
         "client": name,
         "load": load_name,
         "command": shlex.join(arguments),
+        "load_average": os.getloadavg()[0],  # of the last minute: how busy the machine was
         "reported": reported,
         "server": server,
     }
@@ -307,27 +309,30 @@ def main() -> None:
     source = Environment((str(options.endpoints_source),), (), (), options.endpoints_python)
     environments = ENVIRONMENTS | {"mlcommons-endpoints": source}
     results = json.loads(options.out.read_text())["results"] if options.out.is_file() else []
-    for name in options.client or known:
-        client, python = known[name], Path(sys.executable)
-        if client.environment is not None:
-            python = interpreter(client.environment, options.work / "environments", environments[client.environment])
-        for load in options.load or LOADS:
-            print(f"{name}, {load}", file=sys.stderr)
-            try:
-                result = measure(name, client, load, python, options.work / "load-clients")
-            except (ValueError, OSError, subprocess.TimeoutExpired) as error:
-                print(f"{name}, {load}: no result ({error}); look at its log.txt", file=sys.stderr)
-                continue
-            results = [one for one in results if (one["client"], one["load"]) != (name, load)] + [result]
-            inventory = take_inventory()
-            document = {
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "machine": {key: inventory[key] for key in ("cpu", "kernel", "python")},
-                "source": inventory["source"],
-                "tokens": TOKENS,
-                "results": results,
-            }
-            options.out.write_text(json.dumps(document, indent=1) + "\n")
+    pythons = {
+        name: interpreter(one, options.work / "environments", environments[one])
+        if (one := known[name].environment) is not None
+        else Path(sys.executable)
+        for name in options.client or known
+    }
+    # All clients under one load, then the next: what else the machine does then changes least between them.
+    for load, (name, python) in product(options.load or LOADS, pythons.items()):
+        print(f"{name}, {load}", file=sys.stderr)
+        try:
+            result = measure(name, known[name], load, python, options.work / "load-clients")
+        except (ValueError, OSError, subprocess.TimeoutExpired) as error:
+            print(f"{name}, {load}: no result ({error}); look at its log.txt", file=sys.stderr)
+            continue
+        results = [one for one in results if (one["client"], one["load"]) != (name, load)] + [result]
+        inventory = take_inventory()
+        document = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": {key: inventory[key] for key in ("cpu", "kernel", "python")},
+            "source": inventory["source"],
+            "tokens": TOKENS,
+            "results": results,
+        }
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(results))
 
 
