@@ -21,6 +21,7 @@ from megatoken.config import RunConfig
 from megatoken.datasets.requests import ChatRequest
 from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.engine.request import Request
+from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import RequestError, UsageError
 from megatoken.harness.progress import Progress
 from megatoken.runs.run import Verdict, read_run
@@ -323,16 +324,20 @@ def test_only_a_server_whose_certificate_is_trusted_gets_a_request(
     assert time.monotonic() - began < LONGEST_SECONDS
 
 
-def test_token_ids_come_from_the_text_where_accuracy_needs_them_and_the_server_has_none(server: Server) -> None:
-    endpoint = {"urls": server.url, "processes": 1}
-    config = RunConfig(scenario="offline", mode="accuracy", model=str(model_folder(REFERENCE)), endpoint=endpoint)
-    with EndpointBackend(config, Progress(quiet=True)).open() as backend, backend.load() as target:
-        served, tokenizer = backend.served(), backend.tokenizer()
-        [last] = answered(target, prompts("quick")).values()
-    assert served.answers == "token_ids" and "IDS_FROM_TEXT" in [note["code"] for note in served.notes]
-    assert tokenizer is not None
-    assert last.token_ids == tuple(tokenizer.encode("a b c d", add_special=False))
-    assert last.output_tokens == len(last.token_ids)
+def test_accuracy_of_a_server_without_token_ids_takes_those_of_the_text(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "quick", "max_tokens": 8}\n' * 3)
+    flags = ("--prompts", tmp_path / "prompts.jsonl", "--scenario", "offline", "--mode", "accuracy", "--warm-up", 0.1)
+    model = model_folder(REFERENCE)
+    code, _, err = call_here("run", "--endpoint", server.url, "--model", model, *flags, "--out", tmp_path / "runs")
+    assert code == 0, err
+    [run] = [read_run(path) for path in (tmp_path / "runs").iterdir()]
+    assert "IDS_FROM_TEXT" in [note["code"] for note in run.result["notes"]]
+    tokenizer = Tokenizer(model / "tokenizer.json")
+    ids = tokenizer.encode("a b c d", add_special=False)
+    assert run.result["output_tokens"] == 3 * len(ids)
+    assert run.result["tpot_seconds"]["samples"] == 0  # answers came whole
+    log = json.loads((run.path / "mlperf/mlperf_log_accuracy.json").read_text())
+    assert np.frombuffer(bytes.fromhex(log[0]["data"]), np.int32).tolist() == ids
 
 
 def test_a_neighbour_loads_the_same_server_with_its_own_key_while_each_point_runs_again(

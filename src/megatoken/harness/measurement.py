@@ -367,7 +367,8 @@ class Measurement:
         if event.error is not None:
             self.failed += 1
             return self._end(event.sample_id, finish_reason=None, last_ns=None, error=event.error)
-        first_ns = event.first_ns or (event.time_ns if event.token_ids else None)
+        one_by_one = event.output_tokens is None  # else the ids are those of a whole answer, which came at once
+        first_ns = event.first_ns or (event.time_ns if event.token_ids and one_by_one else None)
         if event.input_tokens is not None:
             sample.input_tokens = event.input_tokens
         if sample.first_ns is None and first_ns is not None:

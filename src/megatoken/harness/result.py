@@ -167,9 +167,12 @@ def lost_endpoints(facts: Mapping[str, Any]) -> list[Reason]:
 
 
 def saturated_client(facts: Mapping[str, Any], samples: Samples, limits: LatencyLimits | None) -> list[Reason]:
-    """A reason if the client that sent the requests was the limit: it sent late, or had no processor time left."""
+    """A reason if the client that sent the requests was the limit: it sent late, or had no processor time left.
+
+    None in accuracy mode, whose answers are the same however late they come.
+    """
     client = facts.get("client")
-    if not client:
+    if not client or facts.get("mode") == "accuracy":
         return []
     busy, processes, waited = client["busy_share"], client["processes"], client["core_wait_share"] or 0.0
     needed = max(processes + 1, math.ceil(SPARE * max(processes * busy, _wanted_processes(facts, samples))))
