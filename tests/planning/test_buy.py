@@ -5,10 +5,18 @@ import math
 import re
 
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.buy import Order, answer
 from megatoken.planning.commands import Common, FleetFlags, PowerFlags, Rate, buy, capacity, cost, energy, fleet
+from megatoken.planning.cost import System
+from megatoken.planning.energy import power_of
+from megatoken.planning.fleet_plan import Supply
+from megatoken.planning.throughput import from_number
+from megatoken.planning.workloads import load_profiles
 from megatoken.report.blocks import Cards, Figure, Table, text_of
 from megatoken.report.documents import checked
 from megatoken.report.views import document_view
@@ -58,6 +66,37 @@ def test_the_title_is_the_answer():
         plan.title.startswith("5,000 seats of rag: 1 rack (18 nodes, 72 x GB300)") and "dollars a month" in plan.title
     )
     assert buy(Rate(accelerator="H200"), RAG, FleetFlags(), seats=5000).results[0].name == "Nodes"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(1, 3_000_000),
+    st.integers(0, 3_000_000),
+    st.floats(0.3, 5),
+    st.floats(0.08, 0.5),
+    st.floats(0.5, 1),
+    st.floats(0.5, 1),
+)
+def test_more_seats_or_tighter_limits_never_need_less(seats, more, ttft, tpot, less_ttft, less_tpot):
+    def needed(count: int, ttft_limit: float, tpot_limit: float) -> tuple[float, float]:
+        profile = load_profiles(names=["rag"])[0]
+        limits = [f"ttft_limit_seconds={10 * ttft_limit!r}", f"tpot_limit_seconds={tpot_limit!r}"]
+
+        def supply(assumptions):
+            rack = from_number(1_100_948.3, scope="rack", accelerators=72, accelerator="GB300", assumptions=assumptions)
+            return Supply.of(System(rack, power_of(rack)), None, None)
+
+        values = answer(Order(count, profile, supply, [], 1, "node"), load_assumptions(settings=limits)).values
+        return values["Accelerators needed"], values["Racks"]
+
+    few = needed(seats, ttft, tpot)
+    assert all(a <= b for a, b in zip(few, needed(seats + more, ttft, tpot), strict=True))
+    try:
+        tight = needed(seats, ttft * less_ttft, tpot * less_tpot)
+    except UsageError:
+        event("one request alone breaks a limit")
+    else:
+        assert all(a <= b * (1 + 1e-9) for a, b in zip(few, tight, strict=True))
 
 
 def digits(text: str) -> int:
