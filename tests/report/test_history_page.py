@@ -122,7 +122,7 @@ def test_the_page_has_every_run_with_link_figures_and_csv(make_history, tmp_path
     root = parsed(place.read_text())
     assert "1 regression in the 1 of 1 group that can be checked" in words(root)
     rows = table_rows(root, "Runs")
-    written = runs[-1].result["created_at"].replace("T", " ").removesuffix("Z")
+    written = runs[-1].result["created_at"].replace("T", " ")[: -len(":00Z")]
     assert list(rows)[1:] == [run.path.name for run in reversed(runs)]
     assert rows["05-run"][0] == "MEASURED"
     assert rows["05-run"][-5:] == ["a<b>&", "bf16", "offline", "host", written]

@@ -43,6 +43,7 @@ BASELINE_NOTE = (
     " of their n logarithms; of one run, m is its own logarithm, s that of all earlier runs of equal settings, and the"
     " root is √2."
 )
+MINUTES = len("2026-11-20 09:00")  # of a date
 SPARK_WIDTH, SPARK_HEIGHT, SPARK_MARGIN = 120, 24, 3
 FOOTER = "Made by megatoken from the run folders; megatoken report rebuilds the page from them."
 
@@ -57,7 +58,7 @@ def history_view(history: History, folder: Path) -> View:
     groups = count_of(len(history.groups), "group")
     against = f" against the baseline {history.baseline}" if history.baseline else ""
     found = f"{count_of(worse, 'regression')}{against} in the {checked:,} of {groups} that can be checked"
-    why = "no group has three runs of equal settings"
+    why = "each says why" if history.baseline else "no group has three runs of equal settings"
     none = f"None of {groups} can be checked for regressions{against}: {why}"
     return View(
         f"{count_of(len(history.entries), 'run')} in {history.name}",
@@ -93,7 +94,7 @@ def _runs(entries: Sequence[Entry], folder: Path) -> Table:
             verdict_badge(entry.verdict),
             *figures,
             *(text or ABSENT for text in entry.group),
-            entry.created_at.replace("T", " ").removesuffix("Z") or ABSENT,
+            entry.created_at.replace("T", " ")[:MINUTES] or ABSENT,
         )
         for entry, figures in zip(entries, zip(*numbers, strict=True) if numbers else [()] * len(entries), strict=True)
     )
