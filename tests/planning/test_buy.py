@@ -24,6 +24,7 @@ from megatoken.report.words import WEAK
 
 GB300 = Rate(accelerator="GB300", tokens_per_second=1_100_948.3, per="rack", accelerators=72)
 RAG = Common(profile=("rag",))
+PUBLISHED = "Published rates over power, recomputed"  # a chart that keeps the digits of what it is compared with
 
 
 def test_the_answer_recomputed_from_its_formulas():
@@ -121,7 +122,7 @@ def test_no_assumed_number_is_shown_with_more_than_three_digits():
             for block in section.blocks:
                 if isinstance(block, Figure) and block.title.startswith("Sensitivity"):
                     shown += [(row[0], cell) for row in block.data.rows for cell in row[-2:]]
-                elif isinstance(block, Figure) and block.data.columns[-1].name == "State":
+                elif isinstance(block, Figure) and block.data.columns[-1].name == "State" and block.title != PUBLISHED:
                     shown += [(row[0], row[1]) for row in block.data.rows if row[-1] in WEAK]
                 elif isinstance(block, Table) and block.caption == "Results":
                     shown += [(text_of(row[0]), cell) for row in block.rows if text_of(row[0]) in weak

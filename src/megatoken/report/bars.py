@@ -7,7 +7,7 @@ pattern.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from megatoken.report.blocks import Column, Figure, Table
@@ -32,11 +32,15 @@ KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A value and how sure it is: ``state`` is verified, measured, unverified, assumed or the like, or empty."""
+    """A value and how sure it is: ``state`` is verified, measured, unverified, assumed or the like, or empty.
+
+    ``rounded``: shown with three significant digits if its state is weak.
+    """
 
     name: str
     value: float
     state: str = ""
+    rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +85,12 @@ def waterfall(title: str, unit: str, steps: Sequence[Bar], total: str) -> Figure
 
     parts = []
     for row, (step, (start, end)) in enumerate(zip(steps, pairwise(reached), strict=True)):
-        share = f" · {figure_text(100 * step.value / whole, step.state)} %" if whole > 0 else ""
+        share = f" · {_shown(replace(step, value=100 * step.value / whole))} %" if whole > 0 else ""
         parts += _bar_row(row, step.name, step.state, ends(start, end), _shown(step) + share)
-    weak = next((step.state for step in steps if step.state in WEAK), "")
-    last = figure_text(whole, weak)
-    parts += _bar_row(len(steps), total, "", ends(0.0, whole), last, style="bar sum", weight=" strong")
-    bars = [*steps, Bar(total, whole, weak)]
+    weak = next((step.state for step in steps if step.rounded and step.state in WEAK), "")
+    last = Bar(total, whole, weak, rounded=True)
+    parts += _bar_row(len(steps), total, "", ends(0.0, whole), _shown(last), style="bar sum", weight=" strong")
+    bars = [*steps, last]
     words = "; ".join(f"{bar.name}: {_shown(bar)} {unit}" for bar in bars)
     return _bars_figure(title, unit, parts, bars, words)
 
@@ -180,7 +184,7 @@ def dot_chart(title: str, unit: str, dots: Sequence[Dot], marks: Sequence[tuple[
 
 
 def _shown(bar: Bar) -> str:
-    return figure_text(bar.value, bar.state)
+    return figure_text(bar.value, bar.state) if bar.rounded else precise(bar.value)
 
 
 def _bar_row(

@@ -127,14 +127,14 @@ def _figures(document: Document, results: Sequence[Document]) -> Iterator[Figure
     for table in document.parts("tables"):
         name, rows = table.text("name"), table.parts("rows")
         if name in BARS:
-            yield from _bars(table.text("title", name), *BARS[name], rows)
+            yield from _bars(table.text("title", name), *BARS[name], rows, rounded=table.flag("rounded") is True)
         elif name == "curve":
             yield from _cycle(rows)
 
 
 def _waterfall(part: Document) -> Iterator[Figure]:
     steps = [
-        Bar(sentence(step.text("name")), value, step.text("state"))
+        Bar(sentence(step.text("name")), value, step.text("state"), rounded=True)
         for step in part.parts("steps")
         if (value := step.number("value")) is not None
     ]
@@ -161,8 +161,10 @@ def _tornado(document: Document, results: Sequence[Document]) -> Iterator[Figure
         yield tornado(title, base.text("unit"), base.number("value") or 0.0, swings, base.text("state"))
 
 
-def _bars(title: str, name: str, key: str, state: str, rows: Sequence[Document]) -> Iterator[Figure]:
-    bars = [Bar(row.text(name), value, row.text(state)) for row in rows if (value := row.number(key)) is not None]
+def _bars(title: str, name: str, key: str, state: str, rows: Sequence[Document], *, rounded: bool) -> Iterator[Figure]:
+    bars = [
+        Bar(row.text(name), value, row.text(state), rounded) for row in rows if (value := row.number(key)) is not None
+    ]
     if bars:
         measured, unit = label(key)
         yield bar_chart(title, f"{measured.lower()} {unit}".rstrip(), bars)
