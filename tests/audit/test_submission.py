@@ -226,6 +226,29 @@ def test_an_accuracy_run_in_place_of_the_compliance_test(tree, originals):
     assert ": the rows of an accuracy run of v" in found["compliance.order"]
 
 
+def test_answers_of_other_models_are_no_tokens(tree):
+    """Whisper's answers are characters, and its token counts do not count them."""
+    root, _ = tree
+    for log in root.glob("closed/Vendor/results/sys/*/*/accuracy/mlperf_log_accuracy.json"):
+        log.write_text(log.read_text().replace('"token_count" : ', '"token_count" : 9'))
+    assert "accuracy.token_counts" in grave(root)
+    (root / "closed/Vendor/results/sys/llama2-70b-99.9").rename(root / "closed/Vendor/results/sys/whisper")
+    assert "accuracy.token_counts" not in grave(root)
+
+
+def test_a_duration_that_follows_from_six_digits(tree):
+    """600 s that a rounded rate makes 599.998 s are long enough; 599 s are not."""
+    log = place(tree, "results/sys/llama2-70b-99.9/Server/performance/run_1/mlperf_log_detail.txt")
+    text = log.read_text()
+    queries = int(re.search(r'"result_query_count", "value": (\d+)', text)[1])
+    for seconds, short in ((599.998, False), (599, True)):
+        rate = rf"\g<1>{(queries - 1) / seconds}"
+        log.write_text(re.sub(r'("result_scheduled_samples_per_sec", "value": )[\d.]+', rate, text))
+        found = [item for item in audit(tree[0]).findings if item.id == "rules.ran_long_enough"]
+        failed = [where.file for item in found if item.severity is Severity.FAIL for where in item.where]
+        assert any("/Server/" in file for file in failed) is short
+
+
 def test_calibration_is_for_v5(tree):
     place(tree, "calibration.md").unlink()
     assert ("submission.calibration" in grave(tree[0], "v5.1" if tree[1] == "v5" else None)) == (tree[1] == "v5")

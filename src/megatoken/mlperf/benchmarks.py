@@ -131,11 +131,17 @@ def benchmarks() -> dict[str, Benchmark]:
     return {name: _benchmark(name, entry) for name, entry in rules()["benchmarks"].items()}
 
 
-def is_other_benchmark(model: str, round: str) -> bool:
-    """Whether a model's folder is of a benchmark of the round that is not a language model, by MLCommons' spellings."""
+def is_other_benchmark(model: str, round: str | None = None) -> bool:
+    """Whether a model's folder is of a benchmark that is not a language model, by MLCommons' spellings.
+
+    Args:
+        model: Name of the folder.
+        round: One that must have the benchmark; None: any.
+    """
     others = rules()["other_benchmarks"]
     official = next((name for part, name in others["spellings"].items() if part in model), model)
-    return official in others["rounds"].get(round, ())
+    rounds = others["rounds"]
+    return any(official in rounds.get(name, ()) for name in (rounds if round is None else (round,)))
 
 
 def benchmark(name: str) -> Benchmark:
