@@ -469,6 +469,7 @@ def test_attention_where_scores_are_far_apart(rows: int) -> None:
     group=st.sampled_from([1, 3, 8]),
     head_dim=st.sampled_from([32, 96]),
     compiled=st.booleans(),
+    avx512=st.booleans(),
     seed=SEEDS,
     dtype=DTYPES,
 )
@@ -478,6 +479,7 @@ def test_attention_of_a_whole_step(
     group: int,
     head_dim: int,
     compiled: bool,
+    avx512: bool,
     seed: int,
     dtype: torch.dtype,
 ) -> None:
@@ -508,6 +510,7 @@ def test_attention_of_a_whole_step(
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
             patch.setattr(native, "library", lambda: None)
+        patch.setattr(native, "has_avx512", lambda: avx512)
         arrays = step_arrays(plan, pool.pages - 1, 16, lambda one, start, count: [0] * count, padded_tokens)
         batch = cpu.prepare(arrays, torch.zeros(len(slots), dtype=torch.int64))
         query = normal(seed, len(arrays.positions), 2 * group, head_dim).to(dtype)

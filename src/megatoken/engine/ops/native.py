@@ -48,6 +48,12 @@ def library() -> ctypes.CDLL | None:
     return _library_or_reason()[0]
 
 
+@functools.cache
+def has_avx512() -> bool:
+    """Whether the processor has the registers that the attention kernel was written for."""
+    return "avx512f" in _processor().split()
+
+
 def status() -> dict[str, Any]:
     """Which kernels run, as ``Ops.kernels``. The first call may build, like ``library``."""
     kernels, why_none = _library_or_reason()
