@@ -395,7 +395,7 @@ def paged_attention(q_THE: Tensor, cache: LayerCache, table: PageTable, sinks_H:
     """
     plain = cache.window is None and sinks_H is None
     tokens_R = [slice(*bounds) for bounds in pairwise(table.starts.tolist())]
-    others = range(len(tokens_R))
+    others = list(range(len(tokens_R)))
     if plain and native.has_attention(q_THE.shape[1], cache.k):
         others, lengths_R = [], table.lengths_R
         if len(tokens_R) < len(q_THE) and not native.has_avx512():
