@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
 from serving import Served, no_fault
 
@@ -18,6 +20,7 @@ from megatoken.serve.schema_common import UNSUPPORTED, GenerationFields, Samplin
 from megatoken.serve.schema_completions import CompletionBody, DetokenizeBody, TokenizeBody
 from megatoken.serve.schema_responses import ResponsesBody
 
+EXAMPLES = int(os.environ.get("MEGATOKEN_FUZZ_EXAMPLES", examples(500)))
 PATHS = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -114,7 +117,8 @@ def refusal(path: str, data: bytes) -> ApiError | None:
     return None
 
 
-@settings(max_examples=examples(500), suppress_health_check=list(HealthCheck))
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")  # or it would be the failure that is shown
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(request=requests())
 def test_no_body_is_answered_with_500(server: Served, request: tuple[str, bytes]) -> None:
     path, data = request
