@@ -162,6 +162,7 @@ def _serve(requests: socket.socket) -> tuple[list[str], Callable[[], object] | N
             os.dup2(stream, number)
             os.close(stream)
         command, environment, folder, before = pickle.loads(request)
+        sys.dont_write_bytecode = True  # where no file may be large, Python would leave half a module for all others
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
