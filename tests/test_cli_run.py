@@ -724,10 +724,11 @@ def test_a_working_directory_that_is_gone_is_one_line(tmp_path: Path, monkeypatc
 
 
 def test_too_little_address_space_is_one_line() -> None:
-    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (300 * 2**20, 300 * 2**20))
-    code, out, err = call("generate", "--prompt", "x", before=limit)
-    assert (code, out) == (1, "")
-    assert re.fullmatch(r"megatoken: not enough memory( \(.*\))?; free some, or raise the limit \(ulimit -v\)\n", err)
+    limited = ["sh", "-c", 'ulimit -v 307200; exec "$@"', "sh", *COMMAND, "generate", "--prompt", "x"]
+    done = subprocess.run(limited, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    words = r"megatoken: not enough memory( \(.*\))?; free some, or raise the limit \(ulimit -v\)\n"
+    assert re.fullmatch(words, done.stderr)
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:

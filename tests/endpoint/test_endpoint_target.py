@@ -340,6 +340,7 @@ def test_accuracy_of_a_server_without_token_ids_takes_those_of_the_text(server: 
     assert np.frombuffer(bytes.fromhex(log[0]["data"]), np.int32).tolist() == ids
 
 
+@pytest.mark.timing
 def test_a_neighbour_loads_the_same_server_with_its_own_key_while_each_point_runs_again(
     server: Server, tmp_path: Path
 ) -> None:
@@ -351,7 +352,7 @@ def test_a_neighbour_loads_the_same_server_with_its_own_key_while_each_point_run
     own = (*quick.split(), "--api-key-file", tmp_path / "quiet", "--prompts", tmp_path / "quiet.jsonl", "--window", 1)
     command = ("sweep", "--endpoint", server.url, *own, "--concurrency", "1", "--out", tmp_path / "runs", "--json")
     code, out, err = call_here(*command, "--neighbour", other)
-    assert code == 0, err
+    assert code == 0, (err, out)
     document = json.loads(out)
     [row], [point], [shared] = (document[key] for key in ("isolation", "points", "shared_points"))
     assert document["neighbour"] == other

@@ -42,7 +42,16 @@ class Engine:
     cancelled: list[int] = field(default_factory=list)
     places: int = 8
 
-    def submit(self, request: Request, sink: AnswerSink, tenant: Tenant, priority: int, *, whole: bool = False) -> int:
+    def submit(
+        self,
+        request: Request,
+        sink: AnswerSink,
+        tenant: Tenant,
+        priority: int,
+        *,
+        whole: bool = False,
+        answers: int = 1,
+    ) -> int:
         if len(self.sinks) == self.places:
             raise Refused(503, "full", 5)
         self.sinks[len(self.sinks)] = sink
