@@ -96,6 +96,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
+def refuse_repeated_ids(ids: Sequence[str], what: str) -> None:
+    """Raises ValueError that names the ids which several entries have; ``what`` they are, in the plural."""
+    twice = sorted({one for one in ids if ids.count(one) > 1})
+    if twice:
+        raise ValueError(f"several {what} have the id {', '.join(twice)}")
+
+
 SECRET = "secret"
 """Type of a ``PydanticCustomError`` about a value that no message may show."""
 

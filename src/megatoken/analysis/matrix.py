@@ -34,7 +34,8 @@ def matrix(runs: Sequence[Run]) -> Matrix:
     found: dict[tuple[Work, str], list[Entry]] = {}
     for run in runs:
         entry = entry_of(run)
-        found.setdefault(((entry.model, entry.precision, entry.scenario), target_of(run)), []).append(entry)
+        work = (entry.model, entry.precision, entry.scenario)
+        found.setdefault((work, _target(run, entry.machine)), []).append(entry)
     return Matrix(
         works=tuple(sorted({work for work, _ in found})),
         targets=tuple(sorted({target for _, target in found})),
@@ -42,16 +43,14 @@ def matrix(runs: Sequence[Run]) -> Matrix:
     )
 
 
-def target_of(run: Run) -> str:
+def _target(run: Run, machine: str) -> str:
     """What served the requests and on which machine: our engine, a rack of it, or a server over HTTP."""
-    machine = entry_of(run).machine
     urls = (run.config.get("endpoint") or {}).get("urls")
     if urls:
         return f"server {urls}"
     kind = "rack" if (run.config.get("rack") or {}).get("cluster") else "engine"
-    if simulated_gpu(run):
-        return f"{kind} on {machine}"
-    return f"{kind} on {machine}" if run_accelerators(run) else f"{kind} on the CPU of {machine}"
+    on_gpu = simulated_gpu(run) or run_accelerators(run)
+    return f"{kind} on {machine}" if on_gpu else f"{kind} on the CPU of {machine}"
 
 
 def _rank(entry: Entry) -> tuple[bool, float]:

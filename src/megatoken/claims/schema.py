@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from megatoken.analysis.published import SUBMISSION_ID
-from megatoken.yaml_files import Strict, read_strict
+from megatoken.yaml_files import Strict, read_strict, refuse_repeated_ids
 
 RATE_UNITS = ("tokens/s", "token/s", "tok/s")
 BASIS_OF = {"gpu": "per_gpu", "node": "per_node", "rack": "per_rack"}  # by scope
@@ -154,10 +154,7 @@ class ClaimsFile(Strict):
 
     @model_validator(mode="after")
     def _own_names(self) -> Self:
-        names = [claim.id for claim in self.claims]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"several claims have the id {', '.join(twice)}")
+        refuse_repeated_ids([claim.id for claim in self.claims], "claims")
         return self
 
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from pydantic import Field, model_validator
 
 from megatoken.files import display, open_input
-from megatoken.yaml_files import Strict, read_strict
+from megatoken.yaml_files import Strict, read_strict, refuse_repeated_ids
 
 SHIPPED = "evidence_form.yaml"
 ADDRESSES = ("https://", "http://")
@@ -42,10 +42,7 @@ class Form(Strict):
 
     @model_validator(mode="after")
     def _own_names(self) -> Self:
-        names = [item.id for item in self.items]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"several items have the id {', '.join(twice)}")
+        refuse_repeated_ids([item.id for item in self.items], "items")
         return self
 
 
