@@ -58,6 +58,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream is true"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs the field json_schema"),
+    ({"response_format": {"type": "grammar"}}, "response_format", "needs the field grammar"),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [{"type": "browser"}]}, "tools.0.type", "'function'"),

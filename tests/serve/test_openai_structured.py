@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from openai import OpenAI
@@ -44,6 +45,15 @@ def test_structured_output(client: OpenAI) -> None:
     extra = {"structured_outputs": {"regex": "[a-c]{3}"}}
     matched = client.chat.completions.create(model=MODEL, messages=ask(), extra_body=extra, max_tokens=64)
     assert set(matched.choices[0].message.content or "") <= set("abc")
+
+
+@pytest.mark.parametrize(
+    "form", [{"type": "regex", "regex": "[a-c]{3}"}, {"type": "grammar", "grammar": "root ::= [a-c] [a-c] [a-c]"}]
+)
+def test_a_form_of_text(client: OpenAI, form: dict[str, str]) -> None:
+    extra = {"response_format": form}
+    answer = client.chat.completions.create(model=MODEL, messages=ask(), extra_body=extra, max_tokens=64)
+    assert re.fullmatch("[a-c]{3}", answer.choices[0].message.content or "")
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

@@ -164,7 +164,7 @@ def grammar_of(body: GenerationFields) -> tuple[Grammar | None, str]:
     """What the engine holds the answer to, and the field that says so."""
     if body.structured_outputs is not None:
         return body.structured_outputs.to_grammar(), "structured_outputs"
-    return body.response_format.grammar() if body.response_format is not None else None, "response_format"
+    return body.response_format.to_grammar() if body.response_format is not None else None, "response_format"
 
 
 def ending(body: GenerationFields, *, prompt_only: bool = False) -> Ending:

@@ -155,22 +155,30 @@ class NamedSchema(Part):
 
 
 class ResponseFormat(Part):
-    """The form of an answer: any text, any JSON object, or what a JSON schema allows."""
+    """The form of an answer: any text, any JSON object, or what a schema, a regular expression or an EBNF allows."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: NamedSchema | None = None
+    regex: str | None = Field(default=None, min_length=1, max_length=LARGEST_GRAMMAR)
+    grammar: str | None = Field(default=None, min_length=1, max_length=LARGEST_GRAMMAR)
 
     @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("the type json_schema needs the field json_schema")
+    def _has_its_field(self) -> Self:
+        if self.type in ("json_schema", "regex", "grammar") and getattr(self, self.type) is None:
+            raise ValueError(f"the type {self.type} needs the field {self.type}")
         return self
 
-    def grammar(self) -> Grammar | None:
+    def to_grammar(self) -> Grammar | None:
         """What the engine holds the answer to; None: any text."""
-        if self.json_schema is not None and self.type == "json_schema":
+        if self.type == "json_object":
+            return Grammar(GrammarKind.JSON_OBJECT)
+        if self.type == "json_schema" and self.json_schema is not None:
             return schema_grammar(self.json_schema.schema_)
-        return Grammar(GrammarKind.JSON_OBJECT) if self.type == "json_object" else None
+        if self.type == "regex" and self.regex is not None:
+            return Grammar(GrammarKind.REGEX, self.regex)
+        if self.type == "grammar" and self.grammar is not None:
+            return Grammar(GrammarKind.EBNF, self.grammar)
+        return None
 
 
 class StructuredOutputs(Part):
