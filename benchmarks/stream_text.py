@@ -17,7 +17,7 @@ from typing import Any
 from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.engine.text_stream import TextStream
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.serve.frames import TextFrames, event
+from megatoken.serve.frames import event, text_writer
 
 ROUNDS = 7
 STOPS = ("\nUser:", "</s>", "Question", "\n\n")
@@ -48,7 +48,7 @@ def main() -> None:
     tokenizer = Tokenizer(parser.parse_args().model / "tokenizer.json")
     token_ids = tokenizer.encode(TEXT, add_special=False)
     pieces = [tokenizer.decode([token_id]) for token_id in token_ids]
-    frame = TextFrames(chunk).frame
+    frame = text_writer(lambda data: None, chunk)
 
     def stream(stops: tuple[str, ...]) -> None:
         text = TextStream(tokenizer, stops)

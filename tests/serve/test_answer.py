@@ -18,18 +18,18 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, MegatokenError
 from megatoken.serve import frames
 from megatoken.serve.answer import Answer, FullAnswer, Prompt
-from megatoken.serve.api_settings import ApiSettings, ToolFormat
 from megatoken.serve.chat import Chat, ChatStream
 from megatoken.serve.context import ApiContext
-from megatoken.serve.engine_client import AnswerSink, EngineClient, Refused
+from megatoken.serve.engine_client import EngineClient, Refused, Sink
 from megatoken.serve.exchange import Exchange, HttpRequest
 from megatoken.serve.logprobs import TokenNames
 from megatoken.serve.messages import Busy, ServedModel
+from megatoken.serve.options import ServeConfig
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.responses import ResponseStream, whole_response
 from megatoken.serve.schema_chat import ChatBody
 from megatoken.serve.tenants import Tenant
-from megatoken.serve.tool_calls import CallParser, call_parser
+from megatoken.serve.tool_calls import CallParser, ToolFormat, call_parser
 
 TOKENIZER = Tokenizer(REFERENCE_MODEL / "tokenizer.json")
 
@@ -38,14 +38,14 @@ TOKENIZER = Tokenizer(REFERENCE_MODEL / "tokenizer.json")
 class Engine:
     """Keeps what is submitted; the test sends events."""
 
-    sinks: dict[int, AnswerSink] = field(default_factory=dict)
+    sinks: dict[int, Sink] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
     places: int = 8
 
     def submit(
         self,
         request: Request,
-        sink: AnswerSink,
+        sink: Sink,
         tenant: Tenant,
         priority: int,
         *,
@@ -62,7 +62,7 @@ class Engine:
 
     def send(self, request_id: int, text: str, reason: FinishReason | None = None, **more: Any) -> None:
         ids = tuple(TOKENIZER.encode(text, add_special=False))
-        self.sinks[request_id].on_event(TokenEvent(request_id, ids, reason, **more))
+        self.sinks[request_id](TokenEvent(request_id, ids, reason, **more))
 
 
 @dataclass
@@ -123,7 +123,7 @@ def start(
     request = HttpRequest("POST", "/v1/chat/completions", "", {}, b"", "id", 0, http_1_0=True)
     exchange = Exchange(request, cast(Any, connection))
     model = ServedModel("m", 2048, 3072, REFERENCE_MODEL, 0)
-    api = ApiContext.open(cast(EngineClient, engine), model, TOKENIZER, ApiSettings(), lambda line: None)
+    api = ApiContext.open(cast(EngineClient, engine), model, TOKENIZER, ServeConfig(), lambda line: None)
     names = TokenNames(TOKENIZER, as_ids=False)
     chat = Chat(body, Prompt(array("i", [1])), [Request([1])] * body.n, make_parser, names, {})
     answer = made(exchange, api, chat)
@@ -259,7 +259,11 @@ def test_frames_of_a_template_say_what_whole_events_say(pieces: list[str], stop:
 
 
 def test_text_frames() -> None:
-    template = frames.TextFrames(lambda piece: {"a": [piece], "b": 'x"y'}, "kind")
+    written: list[bytes] = []
+    write_text = frames.text_writer(written.append, lambda piece: {"a": [piece], "b": 'x"y'})
     for piece in ("", '"\\\n', "é\u2028\N{GRINNING FACE}"):
-        assert template.frame(piece) == frames.event({"a": [piece], "b": 'x"y'}, "kind")
+        write_text(piece)
+        assert written.pop() == frames.event({"a": [piece], "b": 'x"y'})
+    head, tail = frames.text_frame(lambda piece: {"a": piece}, "kind")
+    assert head + b'"z"' + tail == frames.event({"a": "z"}, "kind")
     assert frames.event({"half": "\ud800"}) == b'data: {"half":"\\ud800"}\n\n'

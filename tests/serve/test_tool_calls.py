@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 
 from examples import examples
-from megatoken.serve.api_settings import ToolFormat
 from megatoken.serve.tool_calls import (
     Call,
     CallParser,
     CallStart,
     NamedParser,
+    ToolFormat,
     call_parser,
     forced_parser,
     forced_schema,

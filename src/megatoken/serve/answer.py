@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from megatoken.serve.engine_client import EngineClient, Refused
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.messages import StartedOver
 from megatoken.serve.request_errors import ApiError, as_api_error
+from megatoken.serve.schema_common import GenerationFields, StreamOptions
 from megatoken.serve.tenants import DEFAULT_TENANT
 
 
@@ -200,7 +202,7 @@ class Answer(ABC):
             try:
                 choice.request_id = self.client.submit(
                     choice.request,
-                    choice,
+                    choice.on_event,
                     tenant,
                     self.priority,
                     whole=self.whole,
@@ -345,6 +347,50 @@ class StreamedAnswer(Answer):
             return
         self.exchange.write(b"data: " + error.body() + b"\n\n" + frames.DONE)
         self.exchange.end()
+
+
+class ChunkStream(StreamedAnswer):
+    """A stream of chunks, which all have the same head; after them the usage, if it was asked for."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        client: EngineClient,
+        prompts: list[Prompt],
+        head: Mapping[str, Any],
+        body: GenerationFields,
+        *,
+        logprobs: bool,
+    ) -> None:
+        super().__init__(exchange, client, prompts)
+        options = body.stream_options or StreamOptions()
+        self._head, self._usage, self._continuous = head, options.include_usage, options.continuous_usage_stats
+        self._detailed = logprobs or body.return_token_ids or self._continuous  # events bring more than text
+
+    def chunk(self, choice: Choice, **content: Any) -> dict[str, Any]:
+        """The data of a chunk of one choice."""
+        entry = {"index": choice.index, **content, "logprobs": None, "finish_reason": None}
+        chunk = {**self._head, "choices": [entry]}
+        return {**chunk, "usage": None} if self._usage else chunk
+
+    def write_chunk(self, chunk: dict[str, Any]) -> None:
+        """Write a chunk."""
+        if self._continuous:
+            chunk["usage"] = self.usage()
+        self.exchange.write(frames.event(chunk))
+
+    def complete(self) -> None:
+        """Write the usage, if it was asked for, and the end."""
+        if self._usage:
+            self.exchange.write(frames.event({**self._head, "choices": [], "usage": self.usage()}))
+        self.exchange.write(frames.DONE)
+        self.exchange.end()
+
+
+def answer_head(model: str, exchange: Exchange, body: GenerationFields, prefix: str, kind: str) -> dict[str, Any]:
+    """The fields that an answer and all its chunks begin with."""
+    answer_id = f"{prefix}-{body.request_id or exchange.request.request_id}"
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def reply_error(exchange: Exchange, error: ApiError) -> None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from json.encoder import encode_basestring
 from typing import Any
 
 from megatoken.engine.request import Grammar, Request
 from megatoken.serve import frames
-from megatoken.serve.answer import Answer, Choice, Delta, FullAnswer, Prompt, StreamedAnswer
+from megatoken.serve.answer import Answer, Choice, ChunkStream, Delta, FullAnswer, Prompt, answer_head
 from megatoken.serve.chat_prompt import chat_prompt
 from megatoken.serve.context import ENGINE_NAMES, ApiContext, api_route, cache_salt, ending, engine_requests, grammar_of
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.logprobs import TokenNames, chat_logprobs, ranked_logprobs
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_chat import ChatBody, NamedTool, Tool
-from megatoken.serve.schema_common import StreamOptions, parse_body, schema_grammar
+from megatoken.serve.schema_common import parse_body, schema_grammar
 from megatoken.serve.tool_calls import (
     Call,
     CallArguments,
@@ -68,13 +66,11 @@ async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> C
     grammar, grammar_field = _grammar(body)
     token_ids = await chat_prompt(
         api,
+        body,
         body.messages,
-        tenant=exchange.tenant_name,
+        exchange.tenant_name,
         tools=() if body.tool_choice == "none" else body.tools,
-        template=body.chat_template,
         variables=_variables(api, body),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
@@ -99,12 +95,8 @@ async def chat_completions(api: ApiContext, exchange: Exchange) -> None:
     body = parse_body(ChatBody, exchange.take_body())
     api.check_body(body)
     chat = await prepare_chat(api, exchange, body)
-    head = {
-        "id": f"chatcmpl-{body.request_id or exchange.request.request_id}",
-        "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": int(time.time()),
-        "model": api.model.name,
-    }
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = answer_head(api.model.name, exchange, body, "chatcmpl", kind)
     answer: Answer
     if body.stream:
         answer = ChatStream(exchange, api, chat, head)
@@ -206,22 +198,17 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-class ChatStream(StreamedAnswer):
+class ChatStream(ChunkStream):
     """A chat's answer in chunks."""
 
     def __init__(self, exchange: Exchange, api: ApiContext, chat: Chat, head: Mapping[str, Any]) -> None:
-        super().__init__(exchange, api.client, [chat.prompt])
-        self._head = head
-        self._body = body = chat.body
+        super().__init__(exchange, api.client, [chat.prompt], head, chat.body, logprobs=chat.body.logprobs)
+        self._body = chat.body
         self._names = chat.names
         self._make_parser = chat.make_parser
         self._parsers: dict[int, CallParser] = {}
         self._begun: set[int] = set()
         self._called: set[int] = set()
-        options = body.stream_options or StreamOptions()
-        self._usage = options.include_usage
-        self._continuous = options.continuous_usage_stats
-        self._detailed = body.logprobs or body.return_token_ids or self._continuous
 
     def add(self, choice: Choice, delta: Delta) -> None:
         """Write the chunks of an event."""
@@ -233,7 +220,10 @@ class ChatStream(StreamedAnswer):
             first: dict[str, Any] = {"role": "assistant", "content": ""}
             prompt = {"prompt_token_ids": self.prompts[0].token_ids.tolist()} if self._body.return_token_ids else {}
             self._write(choice, first, more=prompt)
-            choice.write_text = self._text_writer(choice)
+            if not self._detailed and self._make_parser is None:  # else an event brings more than text
+                choice.write_text = frames.text_writer(
+                    self.exchange.write, lambda piece: self.chunk(choice, delta={"content": piece})
+                )
         ended = delta.finish_reason is not None
         contents = self._contents(choice, delta)
         if not contents and (ended or self._detailed):
@@ -241,14 +231,6 @@ class ChatStream(StreamedAnswer):
         for at, content in enumerate(contents):
             last = ended and at == len(contents) - 1
             self._write(choice, content, delta if at == 0 else None, delta if last else None)
-
-    def complete(self) -> None:
-        """Write the usage, if it was asked for, and the end."""
-        if self._usage:
-            usage = {**self._head, "choices": [], "usage": self.usage()}
-            self.exchange.write(frames.event(usage))
-        self.exchange.write(frames.DONE)
-        self.exchange.end()
 
     def _contents(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         if self._make_parser is None:
@@ -261,14 +243,6 @@ class ChatStream(StreamedAnswer):
             self._called.add(choice.index)
         return [_piece_delta(piece) for piece in pieces]
 
-    def _text_writer(self, choice: Choice) -> Callable[[str], None] | None:
-        """What writes text alone, the fast way; None where an event brings more than text."""
-        if self._detailed or self._make_parser is not None:
-            return None
-        template = frames.TextFrames(lambda piece: self._chunk(choice, {"content": piece}))
-        head, tail, write, escaped = template.head, template.tail, self.exchange.write, encode_basestring
-        return lambda text: write(head + escaped(text).encode() + tail)
-
     def _write(
         self,
         choice: Choice,
@@ -277,7 +251,7 @@ class ChatStream(StreamedAnswer):
         end: Delta | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        chunk = self._chunk(choice, content)
+        chunk = self.chunk(choice, delta=content)
         entry = chunk["choices"][0]
         if delta is not None:
             if self._body.logprobs:
@@ -288,14 +262,7 @@ class ChatStream(StreamedAnswer):
             called = choice.index in self._called
             entry["finish_reason"] = finish_reason(end.finish_reason, self._body.tool_choice, called)
             entry["stop_reason"] = end.stop_reason
-        if self._continuous:
-            chunk["usage"] = self.usage()
-        self.exchange.write(frames.event({**chunk, **(more or {})}))
-
-    def _chunk(self, choice: Choice, content: dict[str, Any]) -> dict[str, Any]:
-        entry = {"index": choice.index, "delta": content, "logprobs": None, "finish_reason": None}
-        chunk = {**self._head, "choices": [entry]}
-        return {**chunk, "usage": None} if self._usage else chunk
+        self.write_chunk({**chunk, **(more or {})})
 
 
 def _piece_delta(piece: Piece) -> dict[str, Any]:

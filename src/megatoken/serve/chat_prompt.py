@@ -8,47 +8,44 @@ from typing import Any
 
 from megatoken.serve.context import ApiContext
 from megatoken.serve.request_errors import ApiError
-from megatoken.serve.schema_chat import Message, Tool
+from megatoken.serve.schema_chat import Message, PromptFields, Tool
 
 _OWN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 async def chat_prompt(
     api: ApiContext,  # the model
+    body: PromptFields,  # how the messages become a prompt
     messages: Sequence[Message],  # of the chat
+    tenant: str,  # whose chat it is
     *,
-    tenant: str = "",  # whose chat it is
-    tools: Sequence[Tool] = (),  # that the template may list
-    template: str | None = None,  # text of a template to use in place of the model's
-    variables: dict[str, Any] | None = None,  # further names that the template sees
-    add_generation_prompt: bool = True,  # end with the beginning of an answer
-    continue_final_message: bool = False,  # leave the last message open
-    add_special_tokens: bool = False,  # let the tokenizer add its own, too
+    tools: Sequence[Tool],  # that the template may list
+    variables: dict[str, Any],  # further names that the template sees
+    add_special_tokens: bool,  # let the tokenizer add its own, too
 ) -> list[int]:
     """The token ids of the prompt. The template writes the special tokens.
 
     Raises:
         ApiError: the template cannot render this, or the text cannot be encoded.
     """
-    variables = variables or {}
     if taken := _OWN_NAMES & variables.keys():
         name = min(taken)
         raise ApiError(f"chat_template_kwargs: {name} is a field of its own", param="chat_template_kwargs")
     api.check_length(sum(len(message.text or "") for message in messages), "messages")
-    if continue_final_message and not messages[-1].text:
+    if body.continue_final_message and not messages[-1].text:
         raise ApiError("continue_final_message: the last message has no text to continue", param="messages")
     chat = {
         **variables,
         "messages": [_plain_message(api, place, message) for place, message in enumerate(messages)],
         "tools": [_plain(tool) for tool in tools] or None,
         "documents": None,
-        "add_generation_prompt": add_generation_prompt and not continue_final_message,
-        "continue_final_message": continue_final_message,
+        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
+        "continue_final_message": body.continue_final_message,
     }
-    if template is None:
+    if body.chat_template is None:
         text = await api.renderer.render(api.templates.choose(bool(tools)), chat, tenant)
     elif api.foreign is not None:
-        text = await api.foreign.render(template, chat, tenant)
+        text = await api.foreign.render(body.chat_template, chat, tenant)
     else:
         raise ApiError(
             "chat_template: this server does not take templates from requests; start it with "

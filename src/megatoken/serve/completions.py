@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections.abc import Mapping
-from json.encoder import encode_basestring
 from typing import Any
 
 from megatoken.serve import frames
-from megatoken.serve.answer import Choice, Delta, FullAnswer, Prompt, StreamedAnswer
+from megatoken.serve.answer import Answer, Choice, ChunkStream, Delta, FullAnswer, Prompt, answer_head
 from megatoken.serve.context import ENGINE_NAMES, ApiContext, api_route, cache_salt, ending, engine_requests, grammar_of
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.logprobs import TokenNames, completion_logprobs, echoed_logprobs, ranked_logprobs
-from megatoken.serve.schema_common import StreamOptions, parse_body
+from megatoken.serve.schema_common import parse_body
 from megatoken.serve.schema_completions import CompletionBody
 
 
@@ -37,13 +35,8 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
     }
     requests = engine_requests(api, body, prompts, fields)
     names = TokenNames(api.tokenizer, body.return_tokens_as_token_ids)
-    head = {
-        "id": f"cmpl-{body.request_id or exchange.request.request_id}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": api.model.name,
-    }
-    answer: StreamedAnswer | FullAnswer
+    head = answer_head(api.model.name, exchange, body, "cmpl", "text_completion")
+    answer: Answer
     if body.stream:
         answer = CompletionStream(exchange, api, prompts, head, body, names)
     else:
@@ -109,7 +102,7 @@ def _logprobs(
     return {name: before[name] + after[name] for name in after}
 
 
-class CompletionStream(StreamedAnswer):
+class CompletionStream(ChunkStream):
     """A completion in chunks."""
 
     def __init__(
@@ -121,15 +114,10 @@ class CompletionStream(StreamedAnswer):
         body: CompletionBody,
         names: TokenNames,
     ) -> None:
-        super().__init__(exchange, api.client, prompts)
-        self._head = head
+        super().__init__(exchange, api.client, prompts, head, body, logprobs=body.logprobs is not None)
         self._body = body
         self._names = names
         self._offsets: dict[int, int] = {}  # characters written of each choice
-        options = body.stream_options or StreamOptions()
-        self._usage = options.include_usage
-        self._continuous = options.continuous_usage_stats
-        self._detailed = body.logprobs is not None or body.return_token_ids or self._continuous
 
     def add(self, choice: Choice, delta: Delta) -> None:
         """Write the chunk of an event; the first one brings the prompt if it is echoed."""
@@ -140,7 +128,7 @@ class CompletionStream(StreamedAnswer):
         text = prompt.text + delta.text if first else delta.text
         self._offsets[choice.index] += len(text)
         if text or first or self._detailed or delta.finish_reason is not None:
-            chunk = self._chunk(choice, text)
+            chunk = self.chunk(choice, text=text)
             entry = chunk["choices"][0]
             entry["logprobs"] = _logprobs(
                 self._body, delta, self._names, offset, prompt if first and self._body.echo else None
@@ -149,23 +137,6 @@ class CompletionStream(StreamedAnswer):
                 entry["token_ids"] = delta.token_ids
                 entry |= {"prompt_token_ids": prompt.token_ids.tolist()} if first else {}
             entry |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            if self._continuous:
-                chunk["usage"] = self.usage()
-            self.exchange.write(frames.event(chunk))
+            self.write_chunk(chunk)
         if first and not self._detailed:
-            template = frames.TextFrames(lambda piece: self._chunk(choice, piece))
-            head, tail, write, escaped = template.head, template.tail, self.exchange.write, encode_basestring
-            choice.write_text = lambda text: write(head + escaped(text).encode() + tail)
-
-    def complete(self) -> None:
-        """Write the usage, if it was asked for, and the end."""
-        if self._usage:
-            usage = {**self._head, "choices": [], "usage": self.usage()}
-            self.exchange.write(frames.event(usage))
-        self.exchange.write(frames.DONE)
-        self.exchange.end()
-
-    def _chunk(self, choice: Choice, text: str) -> dict[str, Any]:
-        entry = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
-        chunk = {**self._head, "choices": [entry]}
-        return {**chunk, "usage": None} if self._usage else chunk
+            choice.write_text = frames.text_writer(self.exchange.write, lambda piece: self.chunk(choice, text=piece))

@@ -18,14 +18,14 @@ from megatoken.engine.tensor_files import read_json
 from megatoken.engine.tokenizer import LONG_TEXT, Tokenizer
 from megatoken.errors import CheckpointError, MegatokenError, RequestError
 from megatoken.serve.answer import Ending, Prompt, reply_error
-from megatoken.serve.api_settings import ApiSettings, ToolFormat
 from megatoken.serve.chat_template import ModelTemplates, TemplateRenderer
 from megatoken.serve.engine_client import EngineClient, Refused
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.messages import ServedModel
+from megatoken.serve.options import ServeConfig
 from megatoken.serve.request_errors import ApiError, as_api_error
 from megatoken.serve.schema_common import Body, GenerationFields, SamplingDefaults
-from megatoken.serve.tool_calls import format_of
+from megatoken.serve.tool_calls import ToolFormat, format_of
 
 ENCODERS = 2  # threads that encode long texts; others wait, so that streams do not
 LONGEST_PROMPT = 64  # characters for each token of the model's context; a text that is longer can never fit
@@ -57,19 +57,19 @@ class ApiContext:
         client: EngineClient,  # where requests go
         model: ServedModel,  # that is served
         tokenizer: Tokenizer | None,  # of the model
-        settings: ApiSettings,  # of the operator
+        options: ServeConfig,  # of the operator
         note: Callable[[str], None],  # takes a line for the log
     ) -> ApiContext:
         """Read the model's templates and defaults. Raises CheckpointError or UsageError: a file cannot be used."""
-        templates, defaults = model_files(model.folder, settings)
-        tool_format = settings.tool_format
+        templates, defaults = model_files(model.folder, options)
+        tool_format = options.tool_format
         return cls(
             client,
             model,
             tokenizer,
             templates,
             TemplateRenderer(templates, model.max_length),
-            TemplateRenderer(templates, model.max_length) if settings.trust_request_chat_template else None,
+            TemplateRenderer(templates, model.max_length) if options.trust_request_chat_template else None,
             defaults,
             format_of(templates.by_name.values()) if tool_format is ToolFormat.AUTO else tool_format,
             note,
@@ -262,13 +262,13 @@ def api_route(route: Callable[[ApiContext, Exchange], Any]) -> Callable[[HasApi,
     return answered
 
 
-def model_files(folder: Path | None, settings: ApiSettings) -> tuple[ModelTemplates, SamplingDefaults]:
+def model_files(folder: Path | None, options: ServeConfig) -> tuple[ModelTemplates, SamplingDefaults]:
     """The chat templates of a model, and its defaults of sampling; ``folder`` is None for a named shape.
 
     Raises:
         CheckpointError, UsageError: a file cannot be used.
     """
-    templates = ModelTemplates(folder, settings.chat_template)
+    templates = ModelTemplates(folder, options.chat_template)
     return templates, SamplingDefaults() if folder is None else _defaults(folder / "generation_config.json")
 
 

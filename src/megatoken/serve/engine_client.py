@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.errors import MegatokenError
@@ -31,11 +31,8 @@ METRICS_SECONDS = 5.0
 RETRY_AFTER_SECONDS = 5
 
 
-class AnswerSink(Protocol):
-    """Where the events of one request go."""
-
-    def on_event(self, event: TokenEvent) -> None:
-        """Take an event, on the event loop's thread; must not block. ``event.request_id`` is that of ``submit``."""
+Sink = Callable[[TokenEvent], None]
+"""Takes the events of one request on the event loop's thread; must not block. ``request_id`` is that of ``submit``."""
 
 
 class Refused(MegatokenError):  # noqa: N818
@@ -70,7 +67,7 @@ class EngineClient(asyncio.Protocol):
         self._restarts = restarts
         self._health = Health.STARTING
         self._model: ServedModel | None = None
-        self._sinks: dict[int, AnswerSink] = {}
+        self._sinks: dict[int, Sink] = {}
         self._next_id = 0
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
@@ -110,7 +107,7 @@ class EngineClient(asyncio.Protocol):
     def submit(
         self,
         request: Request,
-        sink: AnswerSink,
+        sink: Sink,
         tenant: Tenant,
         priority: int = 0,
         *,
@@ -204,7 +201,7 @@ class EngineClient(asyncio.Protocol):
         if sink is None:
             return
         try:
-            sink.on_event(event)
+            sink(event)
         except Exception as error:
             self._log(fault(f"a sink of request {request_id} failed", error))
             self.cancel(request_id)

@@ -27,16 +27,17 @@ def json_text(value: Any) -> str:
     return text
 
 
-class TextFrames:
-    """Events that differ in one string only: a piece of an answer's text."""
+def text_frame(make: Callable[[str], Mapping[str, Any]], name: str | None = None) -> tuple[bytes, bytes]:
+    """What stands before and after the text in events that differ in one string only: a piece of an answer's text.
 
-    def __init__(self, make: Callable[[str], Mapping[str, Any]], name: str | None = None) -> None:
-        """``make`` returns the data of the event of a piece; it is called once. ``name``: as in ``event``."""
-        head, gap, tail = event(make(_GAP), name).partition(encode_basestring(_GAP).encode())
-        assert gap, "the piece is not in the event"
-        self.head = head
-        self.tail = tail
+    ``make`` returns the data of the event of a piece; it is called once. ``name``: as in ``event``.
+    """
+    head, gap, tail = event(make(_GAP), name).partition(encode_basestring(_GAP).encode())
+    assert gap, "the piece is not in the event"
+    return head, tail
 
-    def frame(self, piece: str) -> bytes:
-        """The event of a piece."""
-        return self.head + encode_basestring(piece).encode() + self.tail
+
+def text_writer(write: Callable[[bytes], None], make: Callable[[str], Mapping[str, Any]]) -> Callable[[str], None]:
+    """What writes the event of a piece of text, arguments as of ``text_frame``."""
+    (head, tail), escaped = text_frame(make), encode_basestring
+    return lambda text: write(head + escaped(text).encode() + tail)

@@ -22,8 +22,11 @@ from typing import Any, Protocol, cast
 import httptools
 
 from megatoken.serve.exchange import Exchange, HttpRequest
-from megatoken.serve.http_limits import HttpLimits
+from megatoken.serve.options import ServeConfig
 
+LINE_BYTES, HEAD_BYTES = 8 << 10, 64 << 10  # of a request, at most
+BODIES_HELD = 16  # of the largest size, in one process: those that are still being sent, or wait for a route
+BUFFERED_BYTES = 4 << 20  # that may wait for a client that reads slowly
 MOST_PIPELINED = 64
 LINGER_SECONDS = 1.0
 UNREAD_BYTES = 64 << 10  # beyond it, a client counts as slow
@@ -48,7 +51,7 @@ class Refusal:
 class Handler(Protocol):
     """What answers requests."""
 
-    limits: HttpLimits
+    options: ServeConfig
     connections: set[Connection]
     held_body_bytes: int  # of all connections
 
@@ -82,10 +85,10 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._limits = handler.limits
+        self._options = handler.options
         self._parser: Any = httptools.HttpRequestParser(self)
         self._phase = _Phase.IDLE
-        self._deadline = time.monotonic() + handler.limits.head_seconds
+        self._deadline = time.monotonic() + handler.options.head_seconds
         self._current: Exchange | None = None
         self._pipeline: deque[tuple[HttpRequest, Refusal | None]] = deque()
         self._refused = False  # nothing after a refused request is read
@@ -112,7 +115,7 @@ class Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(high=UNREAD_BYTES)
         self._handler.connections.add(self)
-        if len(self._handler.connections) > self._limits.connections:
+        if len(self._handler.connections) > self._options.max_connections:
             self._refuse(503, "too many connections; try again later", headers=(("retry-after", "1"),))
             self._next()
 
@@ -150,7 +153,7 @@ class Connection(asyncio.Protocol):
         if self._phase is _Phase.IDLE:
             self._phase = _Phase.HEAD
             self._arrival_ns = time.monotonic_ns()
-            self._deadline = time.monotonic() + self._limits.head_seconds
+            self._deadline = time.monotonic() + self._options.head_seconds
         waiting, unparsed_bytes = len(self._pipeline), self._unparsed_bytes
         self._body_came = False
         try:
@@ -165,7 +168,7 @@ class Connection(asyncio.Protocol):
         if reading and not self._body_came and not self._refused and len(self._pipeline) == waiting:
             # The parser holds them until a header is complete; in a body, a trailer or the extension of a chunk.
             self._unparsed_bytes = unparsed_bytes + len(data)
-            if self._unparsed_bytes > self._limits.head_bytes:
+            if self._unparsed_bytes > HEAD_BYTES:
                 self._refuse_large_head()
         if self._current is not None and self._pipeline:
             self.transport.pause_reading()
@@ -181,7 +184,7 @@ class Connection(asyncio.Protocol):
         self._request = self._refusal = None
         self._phase = _Phase.HEAD
         self._arrival_ns = time.monotonic_ns()
-        self._deadline = time.monotonic() + self._limits.head_seconds
+        self._deadline = time.monotonic() + self._options.head_seconds
 
     def on_url(self, url: bytes) -> None:
         """Part of the request line."""
@@ -192,7 +195,7 @@ class Connection(asyncio.Protocol):
         if self._phase is _Phase.BODY:
             return  # a trailer, which must not change a request that has been admitted
         self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > self._limits.head_bytes:
+        if self._head_bytes > HEAD_BYTES:
             return
         key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
         if key in self._headers:
@@ -207,7 +210,7 @@ class Connection(asyncio.Protocol):
         self._phase = _Phase.BODY
         self._unparsed_bytes = 0
         self._body_came = True
-        self._deadline = time.monotonic() + self._limits.body_seconds
+        self._deadline = time.monotonic() + self._options.body_seconds
         request = self._request = self._new_request()
         refusal = self._refusal_of_head() or self._handler.admit(request)
         if refusal is None:
@@ -226,9 +229,9 @@ class Connection(asyncio.Protocol):
         if self._refused:
             return
         self._body_bytes += len(body)
-        if self._body_bytes > self._limits.body_bytes:
+        if self._body_bytes > self._options.max_body_bytes:
             self._queue_refusal(self._too_large())
-        elif self._handler.held_body_bytes + len(body) > self._limits.held_body_bytes:
+        elif self._handler.held_body_bytes + len(body) > BODIES_HELD * self._options.max_body_bytes:
             self._queue_refusal(Refusal(503, "too many large requests; try again later", (("retry-after", "1"),)))
         else:
             self._held_bytes += len(body)
@@ -242,7 +245,7 @@ class Connection(asyncio.Protocol):
         self._request.body = b"".join(self._body)
         self._body = []
         self._phase = _Phase.IDLE
-        self._deadline = time.monotonic() + self._limits.idle_seconds
+        self._deadline = time.monotonic() + self._options.idle_seconds
         if len(self._pipeline) >= MOST_PIPELINED:
             self._queue_refusal(Refusal(429, f"more than {MOST_PIPELINED} requests were sent ahead; wait for answers"))
         else:
@@ -263,7 +266,7 @@ class Connection(asyncio.Protocol):
 
     def flush_soon(self, exchange: Exchange) -> None:
         """Flush ``exchange`` in the next turn of the loop; end it if its client does not read."""
-        if self._stalled_since is not None and self.transport.get_write_buffer_size() > self._limits.buffered_bytes:
+        if self._stalled_since is not None and self.transport.get_write_buffer_size() > BUFFERED_BYTES:
             self.transport.abort()
         else:
             self._handler.flush_soon(exchange)
@@ -280,7 +283,7 @@ class Connection(asyncio.Protocol):
         if not exchange.request.keep_alive or exchange.request.http_1_0:
             self._close()
             return
-        self._deadline = time.monotonic() + self._limits.idle_seconds
+        self._deadline = time.monotonic() + self._options.idle_seconds
         if self._pipeline:
             asyncio.get_running_loop().call_soon(self._next)  # not deeper into the stack
 
@@ -294,7 +297,7 @@ class Connection(asyncio.Protocol):
             taken_bytes = self._written_bytes - self._unread_bytes()
             if taken_bytes > self._taken_bytes:
                 self._taken_bytes, self._stalled_since = taken_bytes, now
-        if self._stalled_since is not None and now - self._stalled_since > self._limits.stalled_seconds:
+        if self._stalled_since is not None and now - self._stalled_since > self._options.stalled_seconds:
             self.transport.abort()
         elif self._phase is _Phase.LINGERING:
             if now > self._deadline:
@@ -335,9 +338,9 @@ class Connection(asyncio.Protocol):
         headers, version = self._headers, self._parser.get_http_version()
         if version not in ("1.0", "1.1"):
             return Refusal(505, "only HTTP/1.1 and HTTP/1.0 are supported")
-        if len(self._url) > self._limits.line_bytes:
-            return Refusal(414, f"the path is longer than {self._limits.line_bytes:,} bytes")
-        if self._head_bytes > self._limits.head_bytes:
+        if len(self._url) > LINE_BYTES:
+            return Refusal(414, f"the path is longer than {LINE_BYTES:,} bytes")
+        if self._head_bytes > HEAD_BYTES:
             return self._large_head()
         if version == "1.1" and ("host" not in headers or "host" in self._repeated):
             return Refusal(400, "a request must have one Host header")
@@ -352,7 +355,7 @@ class Connection(asyncio.Protocol):
         if encoding is None and "content-length" not in headers and method in _BODY_METHODS:
             return Refusal(411, "a body needs a Content-Length header or the transfer encoding chunked")
         length = headers.get("content-length", "0")
-        if len(length) > 18 or int(length) > self._limits.body_bytes:
+        if len(length) > 18 or int(length) > self._options.max_body_bytes:
             return self._too_large()
         if method in ("GET", "HEAD") and self._has_body():
             return Refusal(400, f"a {method} request must not have a body")
@@ -361,21 +364,21 @@ class Connection(asyncio.Protocol):
         return None
 
     def _too_large(self) -> Refusal:
-        return Refusal(413, f"the body is larger than {self._limits.body_bytes:,} bytes; send less")
+        return Refusal(413, f"the body is larger than {self._options.max_body_bytes:,} bytes; send less")
 
     def _large_head(self) -> Refusal:
-        return Refusal(431, f"the headers are larger than {self._limits.head_bytes:,} bytes; send fewer")
+        return Refusal(431, f"the headers are larger than {HEAD_BYTES:,} bytes; send fewer")
 
     def _refuse_large_head(self) -> None:
-        if len(self._url) > self._limits.line_bytes:
-            self._refuse(414, f"the path is longer than {self._limits.line_bytes:,} bytes")
+        if len(self._url) > LINE_BYTES:
+            self._refuse(414, f"the path is longer than {LINE_BYTES:,} bytes")
         else:
             self._queue_refusal(self._large_head())
 
     def _refuse_broken(self, data: bytes, error: Exception) -> None:
         if isinstance(error, httptools.HttpParserCallbackError):
             self._refuse(500, "the server failed to read this request")
-        elif _VERSION.search(data[: self._limits.line_bytes]):
+        elif _VERSION.search(data[:LINE_BYTES]):
             self._refuse(505, "only HTTP/1.1 and HTTP/1.0 are supported")
         elif isinstance(error, httptools.HttpParserInvalidMethodError) and _UNKNOWN_METHOD.search(data):
             self._refuse(501, "the method is not one of HTTP's")

@@ -51,13 +51,11 @@ async def tokenize(api: ApiContext, exchange: Exchange) -> None:
     if body.messages is not None:
         token_ids = await chat_prompt(
             api,
+            body,
             body.messages,
-            tenant=exchange.tenant_name,
+            exchange.tenant_name,
             tools=body.tools,
-            template=body.chat_template,
             variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens or False,
         )
     else:

@@ -23,11 +23,9 @@ from megatoken.config import (
 )
 from megatoken.engine.config import FAIR_SLOWDOWN, RECORD_SECONDS, REFERENCE, EngineConfig, Precision
 from megatoken.errors import ConfigError
-from megatoken.serve.api_settings import ApiSettings, ToolFormat
-from megatoken.serve.http_limits import HttpLimits
 from megatoken.serve.tenants import Keys
+from megatoken.serve.tool_calls import ToolFormat
 
-BODIES_HELD = 16  # of the largest size, in one HTTP process
 Names = Annotated[tuple[str, ...], BeforeValidator(separated)]
 
 
@@ -97,22 +95,6 @@ class ServeConfig(Section):
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type."""
         return EngineConfig(precision=self.precision, **self.engine.model_dump())
-
-    def api_settings(self) -> ApiSettings:
-        """How chats become prompts, and answers tool calls."""
-        return ApiSettings(self.chat_template, self.tool_format, self.trust_request_chat_template)
-
-    def http_limits(self) -> HttpLimits:
-        """What clients may send, and how long they may take."""
-        return HttpLimits(
-            body_bytes=self.max_body_bytes,
-            held_body_bytes=BODIES_HELD * self.max_body_bytes,
-            connections=self.max_connections,
-            idle_seconds=self.idle_seconds,
-            head_seconds=self.head_seconds,
-            body_seconds=self.body_seconds,
-            stalled_seconds=self.stalled_seconds,
-        )
 
 
 KEYS = keys_of(ServeConfig)

@@ -16,7 +16,7 @@ from megatoken.serve.context import ApiContext, api_route
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.request_errors import ApiError, field_error
 from megatoken.serve.schema_chat import ChatBody
-from megatoken.serve.schema_common import parse_body
+from megatoken.serve.schema_common import SamplingFields, parse_body
 from megatoken.serve.schema_responses import (
     FunctionCall,
     FunctionCallOutput,
@@ -59,7 +59,7 @@ async def responses(api: ApiContext, exchange: Exchange) -> None:
 
 def _chat_fields(body: ResponsesBody) -> dict[str, Any]:
     """The chat that an input stands for."""
-    shared = ("temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "cache_salt")
+    shared = SamplingFields.model_fields.keys() - {"model", "stream"}
     fields = {name: getattr(body, name) for name in (*shared, "parallel_tool_calls", "chat_template_kwargs")}
     form = body.text.format
     if form.type == "json_schema":
@@ -287,8 +287,8 @@ class ResponseStream(StreamedAnswer):
         """What writes a piece of text the fast way: the event but for its text and its number."""
         kind = "response.output_text.delta"
         place = {**self._place(), "content_index": 0, "logprobs": []}
-        template = frames.TextFrames(lambda piece: {"type": kind, **place, "delta": piece}, kind)
-        head, tail, texts, write = template.head, template.tail.removesuffix(b"}\n\n"), self._text, self.exchange.write
+        head, tail = frames.text_frame(lambda piece: {"type": kind, **place, "delta": piece}, kind)
+        tail, texts, write = tail.removesuffix(b"}\n\n"), self._text, self.exchange.write
         assert texts is not None
 
         def write_text(text: str) -> None:

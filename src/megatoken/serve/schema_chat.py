@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, GenerationFields, Items, Part
+from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, Body, GenerationFields, Items, Part
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_TOOLS = 128
@@ -80,7 +80,17 @@ class NamedTool(Part):
     function: NamedFunction
 
 
-class ChatBody(GenerationFields):
+class PromptFields(Body):
+    """How messages become a prompt."""
+
+    tools: Items[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    chat_template: str | None = Field(default=None, min_length=1, max_length=1 << 18)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class ChatBody(PromptFields, GenerationFields):
     """A chat to continue."""
 
     messages: Items[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -88,13 +98,8 @@ class ChatBody(GenerationFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    tools: Items[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
-    chat_template: str | None = Field(default=None, min_length=1, max_length=1 << 18)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     add_special_tokens: bool = False
     reasoning_effort: str | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -31,67 +32,12 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_BAD_WORD)]
 
+_FIELDS = json.loads((Path(__file__).parents[1] / "data" / "api_fields.json").read_text(encoding="utf-8"))
 # Fields that OpenAI's API or other servers have, and this one, or some of its routes, do not: the values, besides null,
 # that change nothing. A route whose schema has the field takes it.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "background": (False,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "conversation": (),
-    "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0, 0.0),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_reasoning": (True,),
-    "input": (),
-    "instructions": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "max_output_tokens": (),
-    "max_tokens": (),
-    "max_tool_calls": (),
-    "messages": (),
-    "min_p": (0, 0.0),
-    "min_tokens": (0,),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "n": (1,),
-    "prediction": (),
-    "presence_penalty": (0, 0.0),
-    "previous_response_id": (),
-    "priority": (0,),
-    "prompt": (),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncation": ("disabled",),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
+UNSUPPORTED: Mapping[str, list[Any]] = _FIELDS["unsupported"]
 # Fields that say who asks, or where to keep the answer's records; an answer is the same without them.
-WITHOUT_EFFECT = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "session_id", "user"}
-)
+WITHOUT_EFFECT = frozenset(_FIELDS["without_effect"])
 
 
 class Part(BaseModel):
@@ -251,12 +197,23 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-class GenerationFields(Body):
+class SamplingFields(Body):
     """How to continue a prompt: the fields that all routes share."""
 
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
+    stop_token_ids: Items[TokenId] = Field(default_factory=list, max_length=1024)
+    ignore_eos: bool = False
+    cache_salt: str = Field(default="", max_length=1024)
+    stream: bool = False
+
+
+class GenerationFields(SamplingFields):
+    """Those that only the routes of chats and completions have."""
+
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -264,18 +221,12 @@ class GenerationFields(Body):
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] = Field(default_factory=dict)
     allowed_token_ids: Items[TokenId] = Field(default_factory=list, max_length=MOST_TOKEN_IDS)
     bad_words: Items[BadWord] = Field(default_factory=list, max_length=MOST_BAD_WORDS)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    stop: StopString | Annotated[Items[StopString], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
-    stop_token_ids: Items[TokenId] = Field(default_factory=list, max_length=1024)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = Field(default=0, ge=0)
-    ignore_eos: bool = False
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
-    cache_salt: str = Field(default="", max_length=1024)
-    stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

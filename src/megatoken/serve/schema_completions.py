@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megatoken.serve.schema_chat import MOST_TOOLS, Message, Tool
+from megatoken.serve.schema_chat import Message, PromptFields
 from megatoken.serve.schema_common import (
     MOST_MESSAGES,
     MOST_TOKEN_IDS,
@@ -67,17 +67,12 @@ class CompletionBody(GenerationFields):
         return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(PromptFields):
     """A text or a chat to encode."""
 
     prompt: str | None = None
     messages: Items[Message] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
-    tools: Items[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     return_token_strs: bool = False
 
     @model_validator(mode="after")

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megatoken.serve.schema_chat import FUNCTION_NAME, MOST_TOOLS
-from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, Body, Items, NamedSchema, Part, TokenId
+from megatoken.serve.schema_chat import MOST_TOOLS, Function, NamedFunction
+from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, Items, NamedSchema, Part, SamplingFields
 
 
 class InputText(Part):
@@ -42,21 +42,16 @@ class FunctionCallOutput(Part):
     output: str | Annotated[Items[InputText], Field(max_length=MOST_PARTS)]
 
 
-class ResponsesTool(Part):
+class ResponsesTool(Function):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
     type: Literal["function"]
-    name: str = Field(pattern=FUNCTION_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class NamedTool(Part):
+class NamedTool(NamedFunction):
     """The one tool to call."""
 
     type: Literal["function"]
-    name: str
 
 
 class TextFormat(NamedSchema):
@@ -90,21 +85,12 @@ Item = Annotated[
 ]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SamplingFields):
     """An input to answer."""
 
     input: str | Annotated[Items[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | Items[str] = Field(default_factory=list)
-    stop_token_ids: Items[TokenId] = Field(default_factory=list)
-    ignore_eos: bool = False
-    cache_salt: str = ""
-    stream: bool = False
     tools: Items[ResponsesTool] = Field(default_factory=list, max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True

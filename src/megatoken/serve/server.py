@@ -18,7 +18,6 @@ from megatoken.serve.child import Control
 from megatoken.serve.context import ApiContext
 from megatoken.serve.engine_client import EngineClient, Refused, fault
 from megatoken.serve.exchange import Exchange, HttpRequest
-from megatoken.serve.http_limits import HttpLimits
 from megatoken.serve.http_protocol import Connection, Refusal
 from megatoken.serve.messages import ServedModel
 from megatoken.serve.options import HttpProcessSettings
@@ -42,7 +41,6 @@ class Server:
     ) -> None:
         self.settings = settings
         self.options = settings.options
-        self.limits: HttpLimits = settings.options.http_limits()
         self.connections: set[Connection] = set()
         self.held_body_bytes = 0
         self.api: ApiContext | None = None  # what routes need of the model; None until an engine is ready
@@ -195,7 +193,7 @@ class Server:
             tokenizer = Tokenizer(model.tokenizer_file)
         if self.api is not None:
             self._keep(asyncio.ensure_future(self.api.close()))
-        self.api = ApiContext.open(self.client, model, tokenizer, self.options.api_settings(), self.log.note)
+        self.api = ApiContext.open(self.client, model, tokenizer, self.options, self.log.note)
         self._keep(asyncio.ensure_future(self.api.start()))
         if not self._ready:
             self._ready = True

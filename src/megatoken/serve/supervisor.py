@@ -409,7 +409,7 @@ def _check_model_files(options: ServeConfig) -> None:
     from megatoken.serve.context import model_files
 
     folder = model_folder(options.model)
-    model_files(folder if folder.is_dir() else None, options.api_settings())
+    model_files(folder if folder.is_dir() else None, options)
 
 
 def _check_packages() -> None:

@@ -6,16 +6,23 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 from uuid import uuid4
-
-from megatoken.serve.api_settings import ToolFormat
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:parameters|arguments)"\s*:\s*(?=\{)')
 _CALL_BEGIN = re.compile(r'\{\s*"name"\s*:')
 _HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 LONGEST_HEAD = 4096  # characters of an object in which a name and the beginning of arguments must have come
+
+
+class ToolFormat(StrEnum):
+    """How a model writes its calls."""
+
+    AUTO = "auto"  # found in its chat template
+    LLAMA3 = "llama3"  # {"name": ..., "parameters": {...}}; {...}
+    HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>; Qwen's too
 
 
 def format_of(templates: Iterable[str]) -> ToolFormat | None:
