@@ -118,12 +118,12 @@ def performance_in_place_of_accuracy(tree: Tree) -> None:
         shutil.copy(tree.run() / name, tree.accuracy() / name)
 
 
-def scenario_of_another_benchmark(tree: Tree) -> None:
-    for folder in (tree.benchmark, tree.described().parent, tree.test06().parents[1]):
-        if not (folder / "SingleStream").exists():
-            shutil.copytree(folder / "Offline", folder / "SingleStream")
+def with_scenario(tree: Tree, name: str, like: str = "Offline") -> None:
+    for folder in dict.fromkeys((tree.benchmark, tree.described().parent, tree.test06().parents[1])):
+        if (folder / like).exists():
+            shutil.copytree(folder / like, folder / name)
     if tree.version == 5:
-        moved(tree.described("SingleStream") / "sys_megatoken_Offline.json", "sys_megatoken_SingleStream.json")
+        moved(tree.described(name) / f"sys_megatoken_{like}.json", f"sys_megatoken_{name}.json")
 
 
 def scenario_in_lower_case(tree: Tree) -> None:
@@ -229,7 +229,12 @@ BREAKS: dict[str, Breaking] = {
     "networked": ("P16", "true", (T, T, X), lambda t: changed(t.system, is_network="true")),
     "no Server": ("P17", "Server or Interactive", (T, T, N), lambda t: without_scenario(t, "Server")),
     "no Offline": ("P17", "Offline and Server", (T, T, N), lambda t: without_scenario(t, "Offline")),
-    "other scenario": ("P17", "Interactive, Offline, Server", (T, T, X), scenario_of_another_benchmark),
+    "other scenario": ("P17", "Interactive, Offline, Server", (T, T, X), lambda t: with_scenario(t, "SingleStream")),
+    "unknown scenario": ("P17", "Burst", (T, T, T), lambda t: with_scenario(t, "Burst")),
+    "server log in another folder": (
+        *("P13", "limits or figures missing", (X, X, F)),
+        lambda t: with_scenario(t, "MultiStream", "Server"),
+    ),
     "scenario in lower case": ("P17", "offline", (N, N, N), scenario_in_lower_case),
     "unknown benchmark": ("P17", "llama2-70b-98", (T, T, T), lambda t: renamed_everywhere(t, "llama2-70b-98")),
     "no accuracy.txt": ("A1 A4", "accuracy.txt", (T, T, T), lambda t: (t.accuracy() / "accuracy.txt").unlink()),
@@ -249,6 +254,7 @@ BREAKS: dict[str, Breaking] = {
         *("A2", "no rougel", (T, T, N)),
         lambda t: replaced(t.accuracy() / "accuracy.txt", "rougeL'", "rougeX'"),
     ),
+    "no score at all": ("A2", "no rouge1", (T, T, T), lambda t: replaced(t.accuracy() / "accuracy.txt", "'", "")),
     "no hash": ("A3", "none", (T, T, N), lambda t: replaced(t.accuracy() / "accuracy.txt", "hash=", "sha256: ")),
     "hash with words": ("A3", "none", (T, T, N), lambda t: replaced(t.accuracy() / "accuracy.txt", "hash=", "hash= ")),
     "errors of accuracy": ("A5", "1 error, ", (T, T, T), lambda t: erring(t.accuracy() / DETAIL)),

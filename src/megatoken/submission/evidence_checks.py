@@ -93,6 +93,7 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
     least = dict(benchmark.accuracy) | {name: window[0] for name, window in windows.items() if window}
     most = {name: window[1] for name, window in windows.items() if window}
     seen: dict[str, float] = {}
+    written = False
     low: list[str] = []
     beyond: list[str] = []
     digest = None
@@ -103,6 +104,7 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
             value = _score(line, name)
             if value is None:
                 continue
+            written = True
             if value < target:
                 low.append(f"{name} {value:g} below {target:g}")
             elif value > most.get(name, value):
@@ -120,7 +122,7 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
     expected = f"{benchmark.name}: {', '.join(f'{_example(name, target)} or more' for name, target in least.items())}"
     scores = shown("; ".join(sorted(low))) or ", ".join(f"{name} {value:g}" for name, value in seen.items())
     where = tuple(Where(display(path), line) for line in sorted(set(others.lines.values())))
-    yield observe("check.scores", not low, expected, scores, where or place)
+    yield observe("check.scores" if written else "check.no_score", not low, expected, scores, where or place)
     scores = shown("; ".join(beyond)) or "all in range"
     yield observe("check.score_range", not beyond, f"scores from 0 to {HIGHEST_SCORE}", scores, place)
     yield observe("check.hash", digest is not None, "a separate line hash=...", shown(digest or "none"), place)

@@ -160,6 +160,8 @@ class Judge:
                 return self._within_server_limits(run)
         elif observation.id == "submission.accuracy" and division == "open":
             return set(self._tree.children(place)) == ACCURACY_FILES  # not truncated
+        elif observation.id == "rules.latency_limits" and run is not None:
+            return run.folder_scenario not in ("Server", "Interactive")
         elif observation.id == "rules.scenario" and run is not None:  # it looks for the TTFT of a Server log
             return run.folder_scenario not in ("Server", "Interactive") or "p99" in run.figures.ttft_seconds
         if observation.id == "rules.no_errors":

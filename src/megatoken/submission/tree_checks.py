@@ -85,8 +85,9 @@ def check_scenario(key: Key, folder: str, benchmark: str, system: System | None,
         named = chain.from_iterable(known.required.get(part, ()) for part in kinds)
         allowed = set(chain.from_iterable(choice.split("|") for choice in named)) or set(SCENARIOS.values())
         allowed -= known.missing_in(round_)
-        holds, expected = SCENARIOS.get(key.scenario.lower()) in allowed, f"one of {', '.join(sorted(allowed))}"
-        yield observe("check.scenario", holds, expected, key.scenario, place)
+        scenario, expected = SCENARIOS.get(key.scenario.lower()), f"one of {', '.join(sorted(allowed))}"
+        id_ = "check.scenario" if scenario else "check.unknown_scenario"
+        yield observe(id_, scenario in allowed, expected, key.scenario, place)
 
 
 def check_description(tree: Tree, one: Submission, key: Key, layout: Layout) -> Iterator[Observation]:
