@@ -86,8 +86,12 @@ class Batching:
 class Simulated:
     """A target in simulated time, for a ``RateFinder``."""
 
-    def __init__(self, serve: Serve, limits: LatencyLimits, seed: int, full_seconds: float) -> None:
+    def __init__(
+        self, serve: Serve, limits: LatencyLimits, seed: int, full_seconds: float, stalled_try: int | None = None
+    ) -> None:
+        """``stalled_try``: number of the one measurement, from 0, whose second half comes 10 s late."""
         self._serve = serve
+        self._stalled_try = stalled_try
         self.limits = limits
         self._seed = seed
         self._full_seconds = full_seconds
@@ -98,6 +102,9 @@ class Simulated:
 
     def measure(self, tried: Try, probe: Probe) -> Outcome:
         due, first, last, tokens = self._run(probe.rate, probe.seconds or self._full_seconds)
+        if len(self.seconds_of_probes) == self._stalled_try:
+            late = np.where(due > due[-1] / 2, 10.0, 0.0)
+            first, last = first + late, last + late
         saturation, ended = replay(probe.watch, due, first, last, tokens)
         self.seconds_of_probes.append((probe.seconds is None, ended))
         broken = ()

@@ -58,6 +58,23 @@ def test_the_rate_found_is_within_two_percent_of_the_highest_valid_one(
     assert not target.valid(too_high)
 
 
+@pytest.mark.parametrize("stalled", range(0, 12, 2))
+def test_one_stalled_try_does_not_change_the_answer(stalled: int) -> None:
+    limits = LatencyLimits(2.0, 1.0)
+    target = Simulated(queue_of(20, 0.2), limits, SEED, full_seconds=60.0, stalled_try=stalled)
+    finder = search(target, SEED, 40.0)
+    first = finder.probes[stalled]
+    assert not first["valid"] and not first["repeat"]
+    again = [one for one in finder.probes if one["repeat"] and one["samples_per_second"] == first["samples_per_second"]]
+    assert first["samples_per_second"] > 100.0 or [one["valid"] for one in again] == [True]
+    best = Simulated(queue_of(20, 0.2), limits, SEED, full_seconds=60.0).highest_valid_rate(20.0, 130.0)
+    assert finder.found is not None
+    assert 0.98 * best <= finder.found <= best
+    too_high = finder.facts()["too_high_samples_per_second"]
+    upper_end = [one for one in finder.probes if one["samples_per_second"] == too_high]
+    assert [(one["valid"], one["repeat"]) for one in upper_end] == [(False, False), (False, True)]
+
+
 def test_a_target_that_keeps_its_limits_at_no_rate_is_given_up() -> None:
     target = Simulated(queue_of(10, 3.0), LatencyLimits(1.0, 1.0), SEED, full_seconds=60.0)
     finder = search(target, SEED, 20.0)
@@ -171,6 +188,25 @@ def test_a_search_without_noise_ends_just_below_the_edge(edge: float, factor: fl
     assert search.found is not None
     assert edge / (1 + RESOLUTION) <= search.found <= edge
     assert tries < 45
+
+
+@given(st.floats(0.01, 1e5), st.floats(0.01, 10), st.integers(0, 40), st.booleans())
+def test_a_disturbance_that_makes_one_try_fail_does_not_change_the_answer(
+    edge: float, factor: float, disturbed: int, surely: bool
+) -> None:
+    search, outcomes = RateSearch(edge * factor), dict[Try, list[bool]]()
+    while (tried := search.next()) is not None:
+        valid = tried.rate <= edge and sum(map(len, outcomes.values())) != disturbed
+        assert tried.repeat == (tried in outcomes)  # what is repeated is told, and nothing is tried a third time
+        outcomes.setdefault(tried, []).append(valid)
+        search.note(tried, Verdict(valid, surely))
+    full_lengths = sum(len(found) for tried, found in outcomes.items() if tried.full_length)
+    assert search.found is not None
+    assert search.found <= edge
+    assert search.found >= edge / (1 + RESOLUTION) or full_lengths == MOST_FULL_LENGTHS
+    for tried, found in outcomes.items():
+        if found == [False]:  # neither the upper end, nor a probe below a rate that passed
+            assert tried.rate > search.too_high or tried.full_length or tried.rate > search.found
 
 
 verdicts = st.builds(Verdict, st.booleans(), st.booleans(), st.floats(0, 1), st.none() | st.floats(1e-3, 1e6))

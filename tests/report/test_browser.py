@@ -116,6 +116,13 @@ def test_a_page_fits_every_window_in_light_and_dark(name, address, visit):
     assert wider_than_the_window(tab) == []
 
 
+@pytest.mark.parametrize("name", ["run", "rack", "events"])
+def test_no_table_of_a_run_is_cut_on_a_desktop(name, address, visit):
+    tab = visit(address(name))
+    wide = "[...document.querySelectorAll('section > .scroll, .shelf > .scroll')].filter(e => e.scrollWidth > e.clientWidth)"
+    assert tab.evaluate(f"{wide}.map(e => e.querySelector('caption').textContent)") == []
+
+
 def test_many_results_side_by_side_fit(visit, tmp_path):
     references = ("5.1-0008", "5.1-0016", "5.1-0061", "5.1-0098", "5.1-0072:llama3.1-405b:Offline")
     entries = [comparison_entry(name, read, benchmark="llama2-70b-99", scenario="Offline") for name in references]

@@ -207,7 +207,10 @@ def test_a_damaged_folder_gets_no_page(make_run):
 
 
 def test_a_rate_search_answers_first(make_run):
-    tries = [(26.0, True, True, "kept its limits"), (26.35, True, False, "p99 TPOT"), (20.0, False, True, "0 of 400")]
+    tries = [
+        *((26.0, True, True, "kept its limits"), (26.35, True, False, "p99 TPOT"), (20.0, False, False, "9 of 400")),
+        *((20.0, False, True, "0 of 400"), (26.35, True, False, "p99 TTFT")),
+    ]
     search = {
         "samples_per_second": 26.0,
         "probes": [
@@ -215,24 +218,30 @@ def test_a_rate_search_answers_first(make_run):
                 "run_folder": "x",
                 "samples_per_second": rate,
                 "full_length": full,
+                "repeat": number > 2,
                 "valid": valid,
                 "reason": why,
                 "ttft_p99_seconds": rate / 10,
                 "tpot_p99_seconds": rate / 500,
             }
-            for rate, full, valid, why in tries
+            for number, (rate, full, valid, why) in enumerate(tries)
         ],
     }
     run = make_run(scenario="server", rate_search=search, ttft_limit_seconds=2.0)
     root = page_of(run)
-    answer = "highest valid rate 26 samples/s; 26.35 samples/s failed: p99 TPOT"
+    answer = "highest valid rate 26 samples/s; 26.35 samples/s failed twice: p99 TPOT; "
+    answer += "20 samples/s failed at first and was valid when repeated"
     assert f"Rate search: {answer}" in words(root.find(".//header"))
     assert figures(root)[:2] == ["TTFT p99 of completed samples s", "TPOT p99 of completed samples ms"]
     chart = next(root.iter("figure"))
     assert [words(item) for item in chart.find("ul").findall("li")] == ["valid", "too high", "This run's limits, 2 s"]
     curves = {line.get("data-name"): len(line.get("points").split()) for line in chart.iter("polyline")}
-    assert curves == {"valid": 2, "too high": 1}
-    assert list(table_rows(root, "Rates tried"))[1:] == ["20", "26", "26.35"]
+    assert curves == {"valid": 2, "too high": 3}
+    (tried,) = (table for table in root.iter("table") if words(table.find("caption")) == "Rates tried")
+    assert [[words(cell) for cell in row][:3] for row in tried.iter("tr")][1:] == [
+        *(["20", "probe", "too high"], ["20", "probe, repeated", "valid"], ["26", "full", "valid"]),
+        *(["26.35", "full", "too high"], ["26.35", "full, repeated", "too high"]),
+    ]
     assert f"Rate search: {answer}" in [line.plain for line in lines(read_run(run), [])]
     assert "Rate search" not in words(page_of(make_run()))
 

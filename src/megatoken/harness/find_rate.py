@@ -99,9 +99,9 @@ class _Prober:
         settings = plan_test(config, len(self._session.data_set.requests), probe.rate)
         kind = "probe" if probe.seconds else "confirmation"
         name = f"{self._count:02}-{kind}-{tried.rate:.4g}"
-        self._session.progress.note(
-            f"{kind} at {precise(tried.rate)} samples/s, {probe.seconds or self.full_length(tried.rate)[1]:.0f} s"
-        )
+        why = "; it failed before and is repeated" if tried.repeat else ""
+        seconds = probe.seconds or self.full_length(tried.rate)[1]
+        self._session.progress.note(f"{kind} at {precise(tried.rate)} samples/s, {seconds:.0f} s{why}")
         folder = self._session.create_folder(config, settings, self._folder.path / PROBES, name)
         saturation = self._session.run(config, settings, folder, self._stop, probe.watch)
         if self._stop.received:

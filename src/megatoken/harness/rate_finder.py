@@ -121,7 +121,7 @@ class RateFinder:
             if outcome is None:
                 return None
             self._judge(tried, probe, outcome)
-            if self.found == tried.rate:
+            if tried.full_length and self.found == tried.rate:
                 confirmed = outcome.name
         return confirmed
 
@@ -175,6 +175,7 @@ class RateFinder:
                 "run_folder": outcome.name,
                 "samples_per_second": tried.rate,
                 "full_length": tried.full_length,
+                "repeat": tried.repeat,
                 "valid": valid,
                 "reason": why,
                 "ttft_p99_seconds": outcome.ttft_p99_seconds,
@@ -182,4 +183,5 @@ class RateFinder:
             }
         )
         word = {True: "valid", False: "too high", None: "undecided"}[valid]
-        self._note_words(f"{precise(tried.rate)} samples/s {word}: {why}")
+        again = ", repeated" if tried.repeat else ""
+        self._note_words(f"{precise(tried.rate)} samples/s {word}{again}: {why}")

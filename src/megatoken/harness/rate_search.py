@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from megatoken.text import count_of
 
@@ -24,6 +24,7 @@ class Try:
 
     rate: float
     full_length: bool
+    repeat: bool = field(default=False, compare=False)  # of a try that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,11 @@ class Verdict:
 class RateSearch:
     """Narrows a bracket with probes, then with runs of full length until the rest is within the resolution.
 
+    What disturbs a machine makes a try fail, not pass. So a probe that failed although a rate as high or higher passed
+    is repeated, and so is the try that set the upper end, before the search settles; the second result counts.
+
     It ends after at most ``MOST_PROBES`` probes and ``MOST_FULL_LENGTHS`` runs of full length. ``found`` is the highest
-    rate that was valid at full length, ``too_high`` the lowest that is certainly not.
+    rate that was valid at full length, ``too_high`` the lowest above it that is certainly not.
     """
 
     def __init__(self, first_rate: float) -> None:
@@ -49,16 +53,25 @@ class RateSearch:
         self._next_probe = first_rate
         self._next_full_length: float | None = None
         self._probes = self._full_lengths = 0
+        self._passed: list[float] = []  # rates that any try found valid
+        self._failed: dict[Try, Verdict] = {}
+        self._repeated: set[Try] = set()
         self.found: float | None = None
-        self.too_high = math.inf
+
+    @property
+    def too_high(self) -> float:
+        """The lowest rate above ``found`` that is certainly not valid; infinite if none is known."""
+        sure = (tried.rate for tried, verdict in self._failed.items() if tried.full_length or verdict.surely)
+        return min((rate for rate in sure if rate > (self.found or 0.0)), default=math.inf)
 
     def next(self) -> Try | None:
         """The next try; None when the rate is known to the resolution, or given up."""
         if self._full_lengths >= MOST_FULL_LENGTHS:
             return None
+        if (again := self._to_repeat()) is not None:
+            return again
         if self._next_full_length is not None:
-            known = self.found is not None and self.too_high <= self.found * (1 + RESOLUTION)
-            return None if known else Try(self._next_full_length, full_length=True)
+            return None if self._known() else Try(self._next_full_length, full_length=True)
         if self._probes < MOST_PROBES and (not self._likely or self._unlikely > self._likely * (1 + COARSE)):
             return Try(self._next_probe, full_length=False)
         if not self._likely:
@@ -71,7 +84,7 @@ class RateSearch:
         tries = f"{count_of(self._probes, 'probe')} and {count_of(self._full_lengths, 'run')} of full length"
         if self.found is None:
             return f"no rate kept the limits in {tries}"
-        if self.too_high <= self.found * (1 + RESOLUTION):
+        if self._known():
             return f"within {100 * RESOLUTION:.0f} % of the lowest rate that is too high, in {tries}"
         return f"the highest rate found valid; {tries} did not find how close a rate that is too high is"
 
@@ -81,26 +94,57 @@ class RateSearch:
 
     def note(self, tried: Try, verdict: Verdict) -> None:
         """Takes the result of a try."""
-        if not verdict.valid and (verdict.surely or tried.full_length):
-            self.too_high = min(self.too_high, tried.rate)
+        if tried.repeat:
+            self._repeated.add(tried)
+        if verdict.valid:
+            self._passed.append(tried.rate)
+            self._failed.pop(tried, None)
+        else:
+            self._failed[tried] = verdict
         if tried.full_length:
             self._full_lengths += 1
             self._note_full_length(tried.rate, verdict)
-        else:
-            self._probes += 1
+            return
+        self._probes += 1
+        if not tried.repeat:
             self._note_probe(tried.rate, verdict)
+        elif verdict.valid and tried.rate < self.too_high:
+            self._probe_above()
+
+    def _known(self) -> bool:
+        return self.found is not None and self.too_high <= self.found * (1 + RESOLUTION)
+
+    def _to_repeat(self) -> Try | None:
+        probes = self._probes < MOST_PROBES
+        passed = max(self._passed, default=0.0)
+        passed_above = [tried for tried in self._failed if tried.rate <= passed and not tried.full_length]
+        upper_end = [tried for tried in self._failed if tried.rate == self.too_high and self._known()]
+        for tried in (*passed_above, *upper_end):
+            if tried not in self._repeated and (tried.full_length or probes):
+                return replace(tried, repeat=True)
+        return None
+
+    def _probe_above(self) -> None:
+        """Narrows again from the highest rate that passed, since a probe that was an upper end did not stand."""
+        self._likely = max(rate for rate in self._passed if rate < self.too_high)
+        self._unlikely = min((tried.rate for tried in self._failed if tried.rate > self._likely), default=math.inf)
+        self._next_full_length = None
+        self._next_probe = min(self._likely * PROBE_STEP, math.sqrt(self._likely * self._unlikely))
 
     def _note_full_length(self, rate: float, verdict: Verdict) -> None:
         if verdict.valid:
             self.found = max(self.found or 0.0, rate)
+        above = 0.0
         if self.found is not None:
-            self._next_full_length = min(self.found * (1 + FULL_STEP_UP), math.sqrt(self.found * self.too_high))
+            above = min(self.found * (1 + FULL_STEP_UP), math.sqrt(self.found * self.too_high))
+        if verdict.valid:
+            self._next_full_length = above
             return
         step = next(step for share, step in FULL_STEPS_DOWN if verdict.lasted_share >= share)
         step *= 1.5 ** max(0, self._full_lengths - PATIENCE)
         if verdict.capacity is not None:
             step = max(step, 1 - verdict.capacity / rate)
-        self._next_full_length = rate * (1 - min(step, LARGEST_STEP_DOWN))
+        self._next_full_length = max(above, rate * (1 - min(step, LARGEST_STEP_DOWN)))
 
     def _note_probe(self, rate: float, verdict: Verdict) -> None:
         if verdict.valid:

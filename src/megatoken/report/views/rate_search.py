@@ -31,7 +31,12 @@ def search_answer(result: Mapping[str, Any]) -> str | None:
     answer = "no valid rate found" if found is None else f"highest valid rate {precise(found)} samples/s"
     if failed:
         lowest = min(failed, key=lambda one: float(one["samples_per_second"]))
-        answer += f"; {precise(lowest['samples_per_second'])} samples/s failed: {lowest.get('reason')}"
+        again = any(one.get("repeat") and one["samples_per_second"] == lowest["samples_per_second"] for one in failed)
+        word = "failed twice" if again else "failed"
+        answer += f"; {precise(lowest['samples_per_second'])} samples/s {word}: {lowest.get('reason')}"
+    for one in _tried(search):
+        if one.get("repeat") and one.get("valid"):
+            answer += f"; {precise(one['samples_per_second'])} samples/s failed at first and was valid when repeated"
     return clean(answer)
 
 
@@ -44,7 +49,7 @@ def search_blocks(result: Mapping[str, Any], limits: Sequence[Limits]) -> Iterat
     rows = tuple(
         (
             precise(one["samples_per_second"]),
-            "full" if one.get("full_length") else "probe",
+            ("full" if one.get("full_length") else "probe") + (", repeated" if one.get("repeat") else ""),
             _WORDS[one.get("valid")],
             clean(str(one.get("reason") or "")),
         )
