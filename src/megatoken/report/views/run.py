@@ -237,7 +237,7 @@ def _metrics(run: Run) -> Iterator[Table]:
     latencies = tuple((row.label, row.unit, *row.percentiles) for row in rows if row.percentiles)
     columns = (Column("Latency"), Column("Unit"), *(Column(name, numeric=True) for name in PERCENTILES))
     note = UNRELIABLE_NOTE if has_unreliable(rows) else ""
-    yield Table("Percentiles", columns, latencies, narrow=True, note=note)
+    yield Table("Percentiles", columns, latencies, note=note)
 
 
 def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
