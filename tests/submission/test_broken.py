@@ -230,6 +230,10 @@ BREAKS: dict[str, Breaking] = {
     "no Server": ("P17", "Server or Interactive", (T, T, N), lambda t: without_scenario(t, "Server")),
     "no Offline": ("P17", "Offline and Server", (T, T, N), lambda t: without_scenario(t, "Offline")),
     "other scenario": ("P17", "Interactive, Offline, Server", (T, T, X), lambda t: with_scenario(t, "SingleStream")),
+    "mapping that is no JSON": (
+        *("P17", "a JSON object", (N, N, T)),
+        lambda t: (t.vendor / "model_mapping.json").write_text("{"),
+    ),
     "unknown scenario": ("P17", "Burst", (T, T, T), lambda t: with_scenario(t, "Burst")),
     "server log in another folder": (
         *("P13", "limits or figures missing", (X, X, F)),

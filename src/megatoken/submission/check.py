@@ -39,6 +39,7 @@ from megatoken.submission.layout import ROUNDS, Key, layout_of, supported_round
 from megatoken.submission.tree_checks import (
     check_description,
     check_files,
+    check_mapping,
     check_scenario,
     check_strays,
     check_system_values,
@@ -195,6 +196,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     for one in submissions:
         judge.take(check_submission(tree, one, systems, judge.version))
         judge.take(check_strays(tree, one, chosen))
+        judge.take(check_mapping(tree, one))
         endpoints += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
         figures = _check_results(tree, one, systems, chosen, judge)
         results += [(one.division, one.submitter, figure) for figure in figures]

@@ -9,9 +9,10 @@ from itertools import chain
 
 from megatoken.audit.checks.submission import ROOT_FILES, Submission, check_names
 from megatoken.audit.discovery import DIVISIONS, Tree, below
+from megatoken.audit.documents import json_document
 from megatoken.audit.evidence import System, Where, places
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.placement import ALIASES
+from megatoken.audit.placement import ALIASES, MODEL_MAPPING
 from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_text
 from megatoken.mlperf.benchmarks import SCENARIOS, benchmarks, is_other_benchmark
@@ -67,6 +68,17 @@ def check_strays(tree: Tree, one: Submission, round_: str) -> Iterator[Observati
         names = ", ".join(path.removeprefix(results)[1:] for path in strays)
         found = shown(f"stray files, folders or links: {names}") if strays else "nothing else"
         yield observe(id_, not strays, expected, found, places(*strays[:MOST_STRAYS]))
+
+
+def check_mapping(tree: Tree, one: Submission) -> Iterator[Observation]:
+    """Whether model_mapping.json of the open division, where there is one, can be read."""
+    path = below(one.path, MODEL_MAPPING)
+    if one.division != "open" or path not in tree.files:
+        return
+    try:
+        json_document(tree, path)
+    except UnreadableError as error:
+        yield observe("check.mapping", False, "a JSON object", str(error), places(path))
 
 
 def check_scenario(key: Key, folder: str, benchmark: str, system: System | None, round_: str) -> Iterator[Observation]:
