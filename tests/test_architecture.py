@@ -36,6 +36,7 @@ ORDER = [
     "signals",
     "yaml_files",
     "files",
+    "framing",
     "text",
     "errors",
     "__init__",

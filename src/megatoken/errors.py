@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from enum import IntEnum
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -67,6 +68,13 @@ class StorageError(MegatokenError):
     """The run folder cannot be written: no space, no permission."""
 
     exit_code = ExitCode.USAGE
+
+
+def need_packages(what: str, extra: str, *names: str) -> None:
+    """Refuse ``what`` unless the packages of an extra are installed. Raises UsageError."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UsageError(f"{what} needs the package {name}; {how_to_install(extra)}")
 
 
 def how_to_install(extra: str) -> str:

@@ -34,7 +34,7 @@ _RESOLVERS = (  # tag, pattern, first letters; chapter 10.3.2 of the specificati
 _FIX_FILE = "correct it and save the file as UTF-8 text"
 _FIX_PLACE = "correct it there or just above: indent with spaces, quote text that has signs such as : # [ { @"
 
-_DEMANDS = {  # by pydantic's type of error
+DEMANDS = {  # by pydantic's type of error
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
     "dict_type": "must be a mapping of keys to values; write KEY: VALUE",
@@ -169,7 +169,7 @@ def demand(error: ErrorDetails) -> str:
 def _requirement(error: ErrorDetails) -> str:
     forms = {int: ",d", float: ",.15g"}  # of a float no more digits than were written
     limits = {name: format(value, forms.get(type(value), "")) for name, value in error.get("ctx", {}).items()}
-    return _DEMANDS[error["type"]].format(**limits) if error["type"] in _DEMANDS else error["msg"]
+    return DEMANDS[error["type"]].format(**limits) if error["type"] in DEMANDS else error["msg"]
 
 
 def _got(error: ErrorDetails) -> str:

@@ -21,9 +21,10 @@ from megatoken import __version__
 from megatoken.errors import UsageError
 from megatoken.rack import actor, address
 from megatoken.rack import cluster as clusters
-from megatoken.rack.actor import WorkerActor, WorkerSpec
+from megatoken.rack.actor import WorkerActor
 from megatoken.rack.cluster import Cluster, Process
 from megatoken.rack.placement import Node, Place, Slot
+from megatoken.rack.records import WorkerSpec
 
 
 @pytest.fixture
@@ -167,14 +168,19 @@ def opened(node: str, model: str = "tiny") -> Process:
 
 def test_nodes_that_would_not_compute_the_same_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alpha, beta = opened("alpha"), opened("beta")
-    clusters._check_alike([alpha, beta])
+    ours = {"version": __version__, "content_hash": None}
+    clusters._check_alike([alpha, beta], ours)
     other = opened("gamma", "125m")
     hashes = [process.facts["content_hash"][:12] for process in (alpha, other)]
     with pytest.raises(UsageError) as caught:
-        clusters._check_alike([alpha, beta, other])
+        clusters._check_alike([alpha, beta, other], ours)
     assert str(caught.value) == (
         f"nodes differ in checkpoint: {hashes[0]} on alpha, {hashes[1]} on gamma; copy the same files to every node"
     )
+    with pytest.raises(
+        UsageError, match=f"nodes differ in checkpoint: {hashes[0]} on alpha, {hashes[1]} on the driver"
+    ):
+        clusters._check_alike([alpha, beta], ours | {"content_hash": other.facts["content_hash"]})
     monkeypatch.setattr(actor, "__version__", "0.0.9")
     delta = opened("delta")
     own = f"{__version__} on"
@@ -183,5 +189,5 @@ def test_nodes_that_would_not_compute_the_same_are_refused(tmp_path: Path, monke
         ([delta], f"0.0.9 on delta, {own} the driver"),
     ):
         with pytest.raises(UsageError) as caught:
-            clusters._check_alike(processes)
+            clusters._check_alike(processes, ours)
         assert str(caught.value) == f"nodes differ in megatoken: {difference}; install the same version everywhere"

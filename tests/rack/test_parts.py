@@ -16,21 +16,22 @@ import pytest
 from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.request import Request, Sampling
 from megatoken.errors import CapacityError, MegatokenError, RequestError
+from megatoken.framing import WireError
+from megatoken.hardware.telemetry import FIELDS as TELEMETRY_FIELDS
 from megatoken.harness.result import lost_replicas
 from megatoken.rack.clock import OffsetEstimate
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Wanted, name_nodes, place_replicas
-from megatoken.rack.records import Place
+from megatoken.rack.records import Place, WorkerSpec
 from megatoken.rack.wire import (
-    DONE,
-    FIRST,
-    NUMBER,
     STATE,
     Channel,
+    Done,
+    First,
     Kind,
     Report,
-    WireError,
     authenticate,
+    dial,
     pack_report,
     pack_request,
     pack_submit,
@@ -56,13 +57,15 @@ def test_requests_survive_the_wire() -> None:
 
 
 def test_reports_survive_the_wire() -> None:
-    states, first, done = np.zeros(2, STATE), np.zeros(1, FIRST), np.zeros(2, DONE)
-    states["wanted"], first["ticket"], done["ids"] = (5, 6), 2**40, (1, 2)
-    report = Report(states, first, done, np.array([7, 8, 9], np.int32), [(3, "too long: ä"), (4, "")])
+    states = np.zeros(2, STATE)
+    states["wanted"], states[TELEMETRY_FIELDS[0]] = (5, 6), 0.5
+    done = [Done(2**40, 2, 2, "stop", 1, 2**60, 3), Done(5, 0, 1, "length", 0, 0, 0)]
+    failures = [(3, "too long: ä"), (4, "")]
+    report = Report(states, np.array([7, 8, 9], np.int32), [First(2**40, 3, 2**60)], done, failures)
     back = unpack_report(pack_report(report))
-    for one, other in zip(report[:4], back[:4], strict=True):
+    for one, other in zip(report[:2], back[:2], strict=True):
         np.testing.assert_array_equal(one, other)
-    assert back.failures == report.failures
+    assert [[tuple(one) for one in part] for part in back[2:]] == list(report[2:])
 
 
 def test_frames_come_whole_however_they_are_cut() -> None:
@@ -87,7 +90,7 @@ def test_frames_come_whole_however_they_are_cut() -> None:
 def test_a_frame_of_nobody_is_refused() -> None:
     left, right = socket.socketpair()
     left.sendall(b"\xff\xff\xff\xff\x02")
-    with pytest.raises(WireError, match="unknown frame"):
+    with pytest.raises(WireError, match="a frame of kind 2 with 4,294,967,295 bytes"):
         Channel(right).receive()
     left.close()
     right.close()
@@ -177,8 +180,8 @@ class Rig:
         self.workers: list[Worker] = []
 
     def add(self, number: int) -> Worker:
-        limits = {"dead_after_seconds": 10.0, "reconnect_seconds": 2.0}
-        worker = Worker([Engine("tiny", CONFIG)], number, streams=self.streams, keep_ids=True, **limits)
+        spec = WorkerSpec("tiny", True, 0, {}, None, self.streams, True, 10.0, 2.0, "")
+        worker = Worker([Engine("tiny", CONFIG)], number, spec)
         self.hub.register(number, [Place(f"n{number}", 0)])
         thread = threading.Thread(target=worker.serve, args=(self.hub.address, KEY), daemon=True)
         thread.start()
@@ -264,10 +267,7 @@ def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
 def worker_of_hand(hub: Hub, replicas: int) -> Channel:
     """A worker's connection, whose frames the test sends; every replica has asked for four samples."""
     hub.register(0, [Place("n0", replica) for replica in range(replicas)])
-    connection = socket.create_connection(hub.address)
-    authenticate(connection, KEY, 5, driver=False)
-    worker = Channel(connection)
-    worker.send(Kind.HELLO, NUMBER.pack(0))
+    worker = Channel(dial(hub.address, KEY, 0, 5))
     worker.send(Kind.REPORT, report_of(replicas, wanted=4))
     deadline = time.monotonic() + 60
     while not any(state["wanted"] for _, state in hub.states()):
@@ -277,11 +277,11 @@ def worker_of_hand(hub: Hub, replicas: int) -> Channel:
 
 
 def report_of(replicas: int, wanted: int = 0, ended: int = 0, **counts: int) -> bytes:
-    states, done = np.zeros(replicas, STATE), np.zeros(ended, DONE)
-    states["wanted"], done["ticket"] = wanted, range(ended)
+    states, done = np.zeros(replicas, STATE), [Done(ticket, 0, 0, "stop", 0, 0, 0) for ticket in range(ended)]
+    states["wanted"] = wanted
     for name, count in counts.items():
         states[name] = count
-    return pack_report(Report(states, np.zeros(0, FIRST), done, np.zeros(0, "<i4"), []))
+    return pack_report(Report(states, np.zeros(0, np.int32), [], done, []))
 
 
 def test_a_worker_found_dead_while_it_is_served_keeps_no_sample() -> None:

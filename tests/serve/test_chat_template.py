@@ -172,7 +172,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--chat-template .*missing: cannot be read"):
         ModelTemplates(tmp_path, tmp_path / "missing")
     (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: not JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: damaged JSON"):
         ModelTemplates(tmp_path)
 
 

@@ -11,12 +11,12 @@ from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.thread import Step
 from megatoken.errors import CapacityError, MegatokenError
+from megatoken.framing import FrameReader
 from megatoken.serve.hub import MOST_WAITING_BYTES, Hub
 from megatoken.serve.link import Link
 from megatoken.serve.messages import (
     Busy,
     EngineSizes,
-    FrameReader,
     Health,
     Kind,
     ServedModel,
@@ -69,7 +69,7 @@ class Client:
 
     def write(self, data: bytes) -> None:
         for kind, payload in self.reader.feed(data):
-            if kind is Kind.STEP:
+            if kind == Kind.STEP:
                 self.events += step_events(payload)
 
 

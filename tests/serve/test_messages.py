@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatoken.engine.request import FinishReason, TokenEvent
 from megatoken.errors import RequestError
-from megatoken.serve.messages import Busy, FrameReader, Kind, frame, pickled, step_events, step_frame, unpickled
+from megatoken.framing import FrameReader, frame
+from megatoken.serve.messages import Busy, Kind, pickled, step_events, step_frame, unpickled
 
 
 @given(st.lists(st.binary(max_size=300), max_size=20), st.lists(st.integers(1, 50), min_size=1))

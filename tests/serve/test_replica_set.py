@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
+from megatoken.config import ReplicasSection
 from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.engine.state import ReplicaState
 from megatoken.errors import RequestError
+from megatoken.framing import FrameReader
 from megatoken.rack.records import Place
 from megatoken.serve.hub import Hub
 from megatoken.serve.link import Link
 from megatoken.serve.messages import (
     EngineSizes,
-    FrameReader,
     Health,
     Kind,
     ServedModel,
@@ -31,7 +32,8 @@ from megatoken.serve.messages import (
     step_frame,
     unpickled,
 )
-from megatoken.serve.replica_set import MOST_RUNS, Patience, ReplicaLink, ReplicaSet
+from megatoken.serve.options import ServeConfig
+from megatoken.serve.replica_set import MOST_RUNS, ReplicaLink, ReplicaSet
 from megatoken.serve.tenants import DEFAULT_TENANT
 
 SIZES = EngineSizes(4, 1000, 4096, 16)
@@ -70,10 +72,10 @@ class Replica:
         self.link.connection_made(cast(Any, self.pipe))
         self.say_status(Health.READY)
 
-    def take(self, kind: Kind, payload: bytes) -> None:
-        if kind is Kind.SUBMIT:
+    def take(self, kind: int, payload: bytes) -> None:
+        if kind == Kind.SUBMIT:
             self.open.append(Submission(*unpickled(payload)).request_id)
-        elif kind is Kind.CANCEL:
+        elif kind == Kind.CANCEL:
             self.open.remove(unpickled(payload)[0])
 
     def say_status(self, health: Health) -> None:
@@ -98,12 +100,10 @@ class Rack:
         self.notes: list[str] = []
         self.given_up: list[int] = []
         self.hub = Hub(1000, several_tenants=False, restarts=restarts, fail=self.failures.append, rack=True)
+        patience = ReplicasSection(dead_after_seconds=8.0, reconnect_seconds=0.0, wait_seconds=without)
         self.set = ReplicaSet(
             self.hub,
-            Patience(8.0, 0.0, without),
-            restarts=restarts,
-            prefix_cache=True,
-            folder=None,
+            ServeConfig(model="tiny", restart=restarts, rack=patience),
             note=self.notes.append,
             give_up=self.given_up.append,
             on_change=lambda serving, expected: None,
@@ -116,11 +116,11 @@ class Rack:
         self.health: Status | None = None
         self.link.connection_made(cast(Any, Pipe(self._take)))
 
-    def _take(self, kind: Kind, payload: bytes) -> None:
-        if kind is Kind.STEP:
+    def _take(self, kind: int, payload: bytes) -> None:
+        if kind == Kind.STEP:
             for event in step_events(payload):
                 self.events[event.request_id].append(event)
-        elif kind is Kind.STATUS:
+        elif kind == Kind.STATUS:
             self.health = Status(*unpickled(payload))
 
     def join(self, number: int) -> None:

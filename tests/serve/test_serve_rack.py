@@ -25,7 +25,7 @@ def replicas_of(server: Running) -> list[int]:
     return [
         one.pid
         for one in sorted(psutil.Process(server.process.pid).children(), key=lambda one: one.create_time())
-        if "megatoken.serve.replica_process" in one.cmdline()
+        if "megatoken.serve.engine_process" in one.cmdline()
     ]
 
 

@@ -331,6 +331,12 @@ def model_folder(model: str | Path) -> Path:
     return _REFERENCE_FOLDER if model == REFERENCE else Path(model)
 
 
+def absolute_model(model: str) -> str:
+    """The model as a process with another working directory finds it."""
+    folder = Path(model)
+    return str(folder.absolute()) if model != REFERENCE and folder.is_dir() else model
+
+
 def model_name(folder: Path) -> str:
     """Name of the model in a folder."""
     return REFERENCE if folder == _REFERENCE_FOLDER else folder.name

@@ -27,8 +27,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from megatoken.engine.config import ModelConfig, sharded
 from megatoken.engine.gpus import Gpu
 from megatoken.engine.memory import (
@@ -225,11 +223,7 @@ class CostModel:
 
     def step(self, plan: StepPlan) -> StepCost:
         """The cost of a planned step."""
-        decodes, start = plan.decodes, plan.start
-        chunks = zip(start[decodes:].tolist(), plan.count[decodes:].tolist(), strict=True)
-        cached_tokens = int(np.add.reduce(start[:decodes])) + decodes
-        samples = len(plan.sample) - (not plan.sample[-1])  # at most the newest sequence has prompt left
-        return self.step_of(decodes, cached_tokens, chunks, samples)
+        return self.step_of(*plan.work())
 
     def step_of(
         self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float

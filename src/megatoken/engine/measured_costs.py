@@ -81,10 +81,7 @@ class ProcessorCosts:
 
     def step(self, plan: StepPlan) -> StepCost:
         """The cost of a planned step."""
-        decodes, start = plan.decodes, plan.start
-        chunks = zip(start[decodes:].tolist(), plan.count[decodes:].tolist(), strict=True)
-        samples = len(plan.sample) - (not plan.sample[-1])
-        return self.step_of(decodes, int(np.add.reduce(start[:decodes])) + decodes, chunks, samples)
+        return self.step_of(*plan.work())
 
     def step_of(
         self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float

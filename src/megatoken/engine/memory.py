@@ -76,6 +76,14 @@ class MemoryPlan:
         """Tokens the cache holds."""
         return self.pages * self.page_size
 
+    def check_answers(self) -> None:
+        """Refuse sizes that hold no prompt with an answer. Raises CapacityError."""
+        if self.max_length < 2:
+            raise CapacityError(
+                f"the longest sequence has {self.max_length} token, but a prompt and its answer need at least 2; "
+                "raise engine.max_length or engine.cache_tokens"
+            )
+
     def scheduler(self, *, prefix_cache: bool = False) -> Scheduler:
         """A new scheduler of these sizes."""
         return Scheduler(

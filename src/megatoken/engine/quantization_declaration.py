@@ -208,27 +208,26 @@ def _compressed_layout(group: Keys, keys: Keys) -> Layout:
             row_scales = _static_strategy(weights, "tensor", "channel") == "channel"
             return Fp8Layout(row_scales, _has_input_scales(group))
         case "nvfp4-pack-quantized":
-            _check_four_bits(weights, "float", NVFP4_BLOCK, "tensor_group")
+            _check_four_bits(weights, NVFP4_BLOCK, "tensor_group")
             return _COMPRESSED_NVFP4
         case "mxfp4-pack-quantized":
-            _check_four_bits(weights, "float", MXFP4_BLOCK, "group")
+            _check_four_bits(weights, MXFP4_BLOCK, "group")
             return _COMPRESSED_MXFP4
         case "pack-quantized":
             return _packed_int4(weights)
     raise (group if group.get("format") else keys).refuse("format", SUPPORTED)
 
 
-def _check_four_bits(weights: Keys, kind: str, block: int, *strategies: str) -> None:
+def _check_four_bits(weights: Keys, block: int, strategy: str) -> None:
     if weights.get("num_bits") != 4:
         raise weights.refuse("num_bits", SUPPORTED)
-    if weights.get("type", "int") != kind:
+    if weights.get("type", "int") != "float":
         raise weights.refuse("type", SUPPORTED)
     if weights.get("symmetric", True) is not True:
         raise weights.refuse("symmetric", SUPPORTED)
     if weights.get("group_size") != block:
         raise weights.refuse("group_size", f"expected {block}; {SUPPORTED}")
-    strategy = weights.get("strategy", strategies[0])
-    if not isinstance(strategy, str) or strategy not in strategies:
+    if weights.get("strategy", strategy) != strategy:
         raise weights.refuse("strategy", SUPPORTED)
 
 
@@ -315,13 +314,10 @@ def _of_gptq(keys: Keys, path: Path, modules: list[str]) -> Declaration:
         if keys.get(key) not in (None, {}, False):
             raise keys.refuse(key, f"expected one form for all linears of the layers; {SUPPORTED}")
     group = _group_size(keys, "group_size")
-    match keys.get("checkpoint_format", "gptq"):
-        case "gptq":
-            layout = ColumnInt4Layout("gptq", group)
-        case "gptq_v2":
-            layout = ColumnInt4Layout("gptq_v2", group)
-        case _:
-            raise keys.refuse("checkpoint_format", f"expected gptq or gptq_v2; {SUPPORTED}")
+    maker = keys.get("checkpoint_format", "gptq")
+    if maker != "gptq" and maker != "gptq_v2":
+        raise keys.refuse("checkpoint_format", f"expected gptq or gptq_v2; {SUPPORTED}")
+    layout = ColumnInt4Layout(maker, group)
     blocks = keys.get("modules_in_block_to_quantize")
     if blocks is None:
         return Declaration(path, dict.fromkeys(modules, layout))

@@ -52,14 +52,15 @@ class Layout(Protocol):
         """Its tensors, by name, the optional ones only if ``present``; raises CheckpointError if no such can be."""
 
     def scales(self, module: str, present: Container[str]) -> list[str]:
-        """Its tensors whose values must be positive, those of blocks left out."""
+        """Its tensors whose values must be positive, those of blocks left out: none, unless a layout has others."""
+        return []
 
     def read(self, module: str, shape: Shape, tensors: Tensors) -> Fp8Weight | Packed4:
         """The weight [N, K] on the CPU; raises CheckpointError if what is stored cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Layout:
+class Fp8Layout(Layout):
     """e4m3 values, with ``X.weight_scale`` and, if inputs were measured, ``X.input_scale``."""
 
     row_scales: bool  # each row of a weight has its own scale; otherwise each weight has one
@@ -97,7 +98,7 @@ class Fp8Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp4Layout:
+class Fp4Layout(Layout):
     """e2m1 codes, two to a byte, and a scale for each block of inputs: NVFP4 (e4m3, a second scale) or MXFP4 (e8m0)."""
 
     block: int  # inputs that share a scale
@@ -157,7 +158,7 @@ class Fp4Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOptInt4Layout:
+class ModelOptInt4Layout(Layout):
     """ModelOpt's INT4: bytes [N / 2, K] with rows 2j (low bits) and 2j + 1 as signed numbers, scales [N, G]."""
 
     group: int
@@ -174,10 +175,6 @@ class ModelOptInt4Layout:
         }
         return expected | _pre_scale_expected(module, columns, present, source)
 
-    def scales(self, module: str, present: Container[str]) -> list[str]:
-        """None but those of blocks."""
-        return []
-
     def read(self, module: str, shape: Shape, tensors: Tensors) -> Packed4:
         """Signed numbers become codes around 8."""
         import torch
@@ -191,7 +188,7 @@ class ModelOptInt4Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedInt4Layout:
+class PackedInt4Layout(Layout):
     """compressed-tensors' INT4: words [N, K / 8, rounded up] with the lowest column lowest, scales [N, G].
 
     ``group`` None: a row is one group. Asymmetric zeros are packed along the rows.
@@ -214,10 +211,6 @@ class PackedInt4Layout:
         if (name := f"{module}.weight_g_idx") in present:
             expected[name] = _declared(source, "groups of columns", (columns,), "I32", "I64")
         return expected
-
-    def scales(self, module: str, present: Container[str]) -> list[str]:
-        """None but those of blocks."""
-        return []
 
     def read(self, module: str, shape: Shape, tensors: Tensors) -> Packed4:
         """As stored; zeros are unpacked."""
@@ -248,7 +241,7 @@ class PackedInt4Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnInt4Layout:
+class ColumnInt4Layout(Layout):
     """AWQ's and GPTQ's INT4, stored transposed: words of codes, words of zeros, fp16 scales [G, N].
 
     AWQ packs eight outputs into a word, in ``AWQ_ORDER``; GPTQ packs eight inputs, and may name each input's group.
@@ -274,10 +267,6 @@ class ColumnInt4Layout:
         if self.maker != "awq" and (name := f"{module}.g_idx") in present:
             expected[name] = _declared(source, "groups of inputs", (columns,), "I32", "I64")
         return expected
-
-    def scales(self, module: str, present: Container[str]) -> list[str]:
-        """None but those of blocks."""
-        return []
 
     def read(self, module: str, shape: Shape, tensors: Tensors) -> Packed4:
         """Transposed into rows of outputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,13 @@ class StepPlan:
     page_index: NDArray[np.int32]  # [N]
     page: NDArray[np.int32]  # [N]
     heavy_tokens: int | None = None  # of heavy groups, which were limited, if no other group has a prompt in the step
+
+    def work(self) -> tuple[int, int, Iterable[tuple[int, int]], int]:
+        """What its cost depends on: decodes, keys that they see, first position and length of each chunk, samples."""
+        decodes, start = self.decodes, self.start
+        chunks = zip(start[decodes:].tolist(), self.count[decodes:].tolist(), strict=True)
+        samples = len(self.sample) - (not self.sample[-1])  # at most the newest sequence has prompt left
+        return decodes, int(np.add.reduce(start[:decodes])) + decodes, chunks, samples
 
     @property
     def batched_tokens(self) -> int:

@@ -10,36 +10,20 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megatoken import __version__
 from megatoken.errors import MegatokenError
+from megatoken.rack.records import WorkerSpec
 
 if TYPE_CHECKING:
     from megatoken.engine import Engine
 
 NICENESS_BESIDE_DRIVER = 5  # added where replicas compute on the driver's own machine: dispatch comes first
 LEAVE_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What the processes of a rack compute and how they talk; the same for all of them, plain values only."""
-
-    model: str  # checkpoint directory, named shape, or the model that ships
-    random_weights: bool  # take only the model's shape
-    seed: int  # of random weights
-    engine: dict[str, Any]  # fields of ``EngineConfig``
-    simulated_gpu: str | None  # the GPU that engines simulate; None: they compute
-    streams: bool  # whether first tokens are reported at once
-    keep_ids: bool  # whether the ids of answers are reported
-    dead_after_seconds: float  # silence after which the other side counts as gone
-    reconnect_seconds: float  # how long a worker tries to reconnect to the driver
-    driver_host: str  # name of the driver's machine
-    server: str = ""  # settings of a server whose replicas these are, as JSON
 
 
 class WorkerActor:
@@ -72,16 +56,8 @@ class WorkerActor:
         """Serves the driver until it ends or is lost; then this process ends."""
         from megatoken.rack.worker import Worker
 
-        spec = self._spec
         try:
-            worker = Worker(
-                self._engines,
-                number,
-                streams=spec.streams,
-                keep_ids=spec.keep_ids,
-                dead_after_seconds=spec.dead_after_seconds,
-                reconnect_seconds=spec.reconnect_seconds,
-            )
+            worker = Worker(self._engines, number, self._spec)
             worker.serve((host, port), key)
         finally:  # Ray may no longer reach this process
             threading.Timer(LEAVE_SECONDS, os._exit, (0,)).start()

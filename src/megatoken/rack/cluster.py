@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from megatoken import __version__
 from megatoken.errors import MegatokenError, UsageError, how_to_install
-from megatoken.rack.actor import WorkerActor, WorkerSpec
+from megatoken.rack.actor import WorkerActor
 from megatoken.rack.address import REACH_SECONDS, START, check_token, find_cluster
 from megatoken.rack.placement import Node, Slot, name_nodes
-from megatoken.rack.records import Place
+from megatoken.rack.records import Place, WorkerSpec
 from megatoken.rack.wire import KEY_BYTES
 
 NAMESPACE = "megatoken"
@@ -127,21 +127,24 @@ class Cluster:
             found.append(Node(name, entry["NodeID"], address, gpus, cpus, entry["NodeID"] == own))
         return name_nodes(found, self._names)
 
-    def start(self, slots: Sequence[Slot], spec: WorkerSpec) -> list[dict[str, Any]]:
+    def start(self, slots: Sequence[Slot], spec: WorkerSpec, content_hash: str | None = None) -> list[dict[str, Any]]:
         """Starts a process for each slot, which opens the model; returns what each found, in the order of the slots.
+
+        ``content_hash``: of the driver's checkpoint, which the nodes' must be; None: theirs need only be the same.
 
         Raises:
             MegatokenError: no free resources, a process that ended, or the error of a process.
             UsageError: nodes with different versions or checkpoints.
         """
         self._spec = spec
+        self._ours = {"version": __version__, "content_hash": content_hash}
         with self._lock:
             for slot in slots:
                 self._create(slot)
             processes = list(self._processes.values())
         for process in processes:
             process.facts = self._answer_of(process)
-        _check_alike(processes)
+        _check_alike(processes, self._ours)
         return [process.facts for process in processes]
 
     def load(self) -> list[dict[str, Any]]:
@@ -151,7 +154,7 @@ class Cluster:
             process.stage, process.answer = "loading", process.actor.load.remote()
         for process in processes:
             process.facts |= self._answer_of(process)
-        _check_alike(processes, ("weights_sha256",))
+        _check_alike(processes, {"weights_sha256": None})
         return [process.facts for process in processes]
 
     def serve(self, hub: Driver, key: bytes, replan: Callable[[Sequence[Node]], Sequence[Slot]], replace: bool) -> None:
@@ -353,7 +356,8 @@ class Cluster:
             return
         if process.stage == "opening":
             try:
-                _check_alike([process, *(one for one in self._processes.values() if one.stage == "serving")])
+                serving = [one for one in self._processes.values() if one.stage == "serving"]
+                _check_alike([process, *serving], self._ours)
             except UsageError as error:
                 self._note(f"{name} may not join: {error}")
                 self._end(process)
@@ -423,19 +427,19 @@ _ALIKE = {
 }
 
 
-def _check_alike(processes: Sequence[Process], keys: Sequence[str] = ("version", "content_hash")) -> None:
-    """Refuses nodes that would not compute the same results, by these facts.
+def _check_alike(processes: Sequence[Process], ours: Mapping[str, str | None]) -> None:
+    """Refuses nodes that would not compute the same results. ``ours``: the facts to compare; None: the driver has none.
 
     Raises:
         UsageError: names what differs, and where.
     """
-    for key in keys:
+    for key, own in ours.items():
         what, fix = _ALIKE[key]
         found: dict[str, str] = {}
         for process in processes:
             found.setdefault(str(process.facts[key]), process.slot.node.name)
-        if key == "version":
-            found.setdefault(__version__, "the driver")
+        if own is not None:
+            found.setdefault(own, "the driver")
         if len(found) > 1:
             shown = ", ".join(f"{value[:12]} on {name}" for value, name in found.items())
             raise UsageError(f"nodes differ in {what}: {shown}; {fix}")

@@ -25,22 +25,19 @@ from numpy.typing import NDArray
 
 from megatoken.engine.state import TOTALS
 from megatoken.errors import MegatokenError
+from megatoken.framing import WireError
 from megatoken.hardware.telemetry import FIELDS as TELEMETRY_FIELDS
 from megatoken.rack.clock import ClockOffset, OffsetEstimate
 from megatoken.rack.records import Loss, Place, ReplicaRecord, SampleEvent
 from megatoken.rack.wire import (
-    FINISH_REASONS,
-    FRAME_HEAD_BYTES,
     NUMBER,
     PING,
     PONG,
     STATE,
     Channel,
     Kind,
-    WireError,
-    authenticate,
+    handshake,
     pack_submit,
-    receive_exactly,
     unpack_report,
 )
 
@@ -305,10 +302,9 @@ class Hub:
     def _handshake(self, connection: socket.socket) -> None:
         """Accepts a worker that knows the key; runs on its own thread, because it waits."""
         try:
-            authenticate(connection, self._key, HANDSHAKE_SECONDS, driver=True)
-            hello = receive_exactly(connection, FRAME_HEAD_BYTES + NUMBER.size)
+            number = handshake(connection, self._key, HANDSHAKE_SECONDS)
             with self._lock:
-                self._add(connection, NUMBER.unpack_from(hello, FRAME_HEAD_BYTES)[0])
+                self._add(connection, number)
         except (OSError, WireError):
             connection.close()
         finally:
@@ -375,7 +371,7 @@ class Hub:
             return min(arrived_ns, their_ns - offset_ns) if their_ns else None
 
         events = []
-        for ticket, token, started_ns in report.first.tolist():
+        for ticket, token, started_ns in report.first:
             held = self._tickets.get(ticket)
             if held is None:
                 self.late_answers += 1
@@ -384,7 +380,7 @@ class Hub:
             place = (replica.place.node, replica.place.replica)
             events.append(SampleEvent(sample, (token,), None, arrived_ns, ours(started_ns), arrived_ns, None, *place))
         ids, begin = report.ids, 0
-        for ticket, tokens, count, reason, first_ns, last_ns, started_ns in report.done.tolist():
+        for ticket, tokens, count, reason, first_ns, last_ns, started_ns in report.done:
             begin += count
             held = self._tickets.pop(ticket, None)
             if held is None:
@@ -393,8 +389,8 @@ class Hub:
             sample, replica = held
             del replica.tickets[ticket], self._requests[sample]
             time_ns, seen_ns = (arrived_ns, None) if self._streams else (ours(last_ns) or arrived_ns, ours(first_ns))
+            place = (replica.place.node, replica.place.replica)
             own = tuple(ids[begin - count : begin].tolist())
-            reason, place = FINISH_REASONS[reason].value, (replica.place.node, replica.place.replica)
             events.append(SampleEvent(sample, own, reason, time_ns, ours(started_ns), seen_ns, tokens, *place))
         for ticket, why in report.failures:
             held = self._tickets.pop(ticket, None)

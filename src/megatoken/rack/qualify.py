@@ -96,18 +96,9 @@ def qualify_rack(
     cluster = Cluster(address, note)
     try:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         nodes = {node.name: node for node in cluster.nodes()}
-        remote = ray.remote(NodeActor)
-        actors: dict[str, Any] = {
-            name: remote.options(
-                num_cpus=0,
-                max_concurrency=4,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.ray_id, soft=False),
-            ).remote()
-            for name, node in nodes.items()
-        }
+        actors = {name: cluster.start_unplaced(NodeActor, node) for name, node in nodes.items()}
         began = time.monotonic()
         waiting = {actor.qualify.remote(list(names), full): name for name, actor in actors.items()}
         documents: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The driver's records of a rack: places, states of replicas, losses, and the events that every target reports."""
+"""Records of a rack: places, what workers compute, states of replicas, losses, and the events of every target."""
 
 from __future__ import annotations
 
@@ -15,6 +15,23 @@ class Place:
 
     node: str
     replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What the processes of a rack compute and how they talk; the same for all of them, plain values only."""
+
+    model: str  # checkpoint directory, named shape, or the model that ships
+    random_weights: bool  # take only the model's shape
+    seed: int  # of random weights
+    engine: dict[str, Any]  # fields of ``EngineConfig``
+    simulated_gpu: str | None  # the GPU that engines simulate; None: they compute
+    streams: bool  # whether first tokens are reported at once
+    keep_ids: bool  # whether the ids of answers are reported
+    dead_after_seconds: float  # silence after which the other side counts as gone
+    reconnect_seconds: float  # how long a worker tries to reconnect to the driver
+    driver_host: str  # name of the driver's machine
+    server: str = ""  # settings of a server whose replicas these are, as JSON
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from megatoken.engine.state import TOTALS, ReplicaState
 from megatoken.engine.thread import EngineThread, Step
 from megatoken.errors import MegatokenError
 from megatoken.hardware.telemetry import Sensors, Telemetry
-from megatoken.rack.wire import FINISH_REASONS, STATE_FIELDS
+from megatoken.rack.wire import STATE_FIELDS, Done, First
 
 if TYPE_CHECKING:
     from megatoken.engine.loop import Engine
@@ -62,8 +62,8 @@ class Replica:
         self._lock = threading.Lock()  # guards the fields below, which the engine's thread changes after every step
         self._answers: dict[int, _Answer] = {}  # by request id
         self._unstarted: deque[int] = deque()  # ids of requests that were never in a step, oldest first
-        self._first: list[tuple[int, int, int]] = []
-        self._done: list[tuple[int, int, int, int, int, int, int]] = []
+        self._first: list[First] = []
+        self._done: list[Done] = []
         self._ids: list[int] = []
         self._failures: list[tuple[int, str]] = []
         self._unended_tokens = 0
@@ -113,7 +113,7 @@ class Replica:
             self._cancelling = True
             request_ids = list(self._answers)
             if not request_ids:
-                self._forget_all()
+                self._end_cancelling()
         for request_id in request_ids:
             self._thread.cancel(request_id)
         if not request_ids:
@@ -151,7 +151,7 @@ class Replica:
             *(getattr(state, name) for name in STATE_FIELDS),
         )
 
-    def take_news(self) -> tuple[list[Any], list[Any], list[int], list[tuple[int, str]]]:
+    def take_news(self) -> tuple[list[First], list[Done], list[int], list[tuple[int, str]]]:
         """First tokens, answers, ids and failures since the last call."""
         with self._lock:
             news = (self._first, self._done, self._ids, self._failures)
@@ -188,10 +188,10 @@ class Replica:
                 self._answers.pop(event.request_id, None)
         if self._answers:
             return False
-        self._forget_all()
+        self._end_cancelling()
         return True
 
-    def _forget_all(self) -> None:
+    def _end_cancelling(self) -> None:
         """Ends a cancellation: nothing is held, and nothing is left to report."""
         self._unended_tokens = 0
         self._first, self._done, self._ids, self._failures = [], [], [], []
@@ -213,7 +213,7 @@ class Replica:
             if event.token_ids and not answer.first_ns:
                 answer.first_ns = step.ended_ns
                 if self._streams:
-                    self._first.append((answer.ticket, event.token_ids[0], answer.started_ns))
+                    self._first.append(First(answer.ticket, event.token_ids[0], answer.started_ns))
                     news = True
             if event.finish_reason is None:
                 continue
@@ -224,8 +224,7 @@ class Replica:
                 news = True
                 continue
             times = (answer.first_ns, step.ended_ns, answer.started_ns)
-            reason = FINISH_REASONS.index(event.finish_reason)
-            self._done.append((answer.ticket, answer.tokens, len(answer.ids), reason, *times))
+            self._done.append(Done(answer.ticket, answer.tokens, len(answer.ids), event.finish_reason.value, *times))
             self._ids += answer.ids
             news = news or self._streams
         return news or self._missing(waiting) >= self._prefetch // 2

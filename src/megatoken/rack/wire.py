@@ -1,16 +1,17 @@
-"""The protocol between driver and workers: frames of plain arrays over TCP. Nothing is unpickled.
+"""The protocol between driver and workers: frames of plain arrays and JSON over TCP. Nothing is unpickled.
 
-A frame is the length of its body, a kind and the body. Numbers are little-endian. Before the first frame both sides
-prove that they know the run's key (HMAC-SHA256 over the other's nonce). Content is not encrypted.
+Numbers are little-endian. Before the first frame both sides prove that they know the run's key (HMAC-SHA256 over the
+other's nonce). Content is not encrypted.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import socket
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from enum import IntEnum
 from hashlib import sha256
@@ -20,28 +21,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.engine.request import FinishReason, Request, Sampling, check_options, used_options
+from megatoken.engine.request import Request, Sampling, check_options, used_options
 from megatoken.engine.state import ReplicaState
-from megatoken.errors import MegatokenError, RequestError
+from megatoken.errors import RequestError
+from megatoken.framing import FrameReader, WireError, frame
 from megatoken.hardware.telemetry import FIELDS as TELEMETRY_FIELDS
 
 NONCE_BYTES = KEY_BYTES = 32
 LARGEST_FRAME_BYTES = 2**28
 RECEIVE_BYTES = 2**20
 
-_FRAME = struct.Struct("<IB")
-FRAME_HEAD_BYTES = _FRAME.size
 _REQUEST = struct.Struct("<iiidIdq?")  # prompt ids, stop ids, max tokens, temperature, top k, top p, seed, ignore end
 _SUBMIT = struct.Struct("<II")  # replica, samples
-_REPORT = struct.Struct("<IIIII")  # replicas, first tokens, answers, ids of answers, bytes of failures
+_REPORT = struct.Struct("<II")  # replicas, ids of answers
 _NO_SEED = -1
-FINISH_REASONS = tuple(FinishReason)  # by the number in DONE
 
 
 class Kind(IntEnum):
     """The kind of a frame: who sends it, and what it carries."""
 
-    HELLO = 1  # worker: its number
     SUBMIT = 2  # driver: samples for one replica
     REPORT = 3  # worker: states, samples wanted, events
     PING = 4  # driver: its monotonic time in ns
@@ -52,7 +50,6 @@ class Kind(IntEnum):
     CLOSE = 9  # driver: end
 
 
-_KINDS = frozenset(int(kind) for kind in Kind)
 STATE_FIELDS = tuple(field.name for field in fields(ReplicaState) if field.name != "replicas")
 STATE = np.dtype(
     [
@@ -64,35 +61,39 @@ STATE = np.dtype(
         *((name, "<f8" if name.endswith("_seconds") else "<i8") for name in STATE_FIELDS),
     ]
 )
-FIRST = np.dtype([("ticket", "<i8"), ("token", "<i4"), ("started_ns", "<i8")])
-DONE = np.dtype(
-    [
-        ("ticket", "<i8"),
-        ("tokens", "<i4"),
-        ("ids", "<i4"),  # how many of the ids that follow are this answer's
-        ("reason", "u1"),
-        ("first_ns", "<i8"),
-        ("last_ns", "<i8"),
-        ("started_ns", "<i8"),
-    ]
-)
 PING = struct.Struct("<q")
 PONG = struct.Struct("<qqq")
 NUMBER = struct.Struct("<q")
 
 
+class First(NamedTuple):
+    """The first token of a sample, as soon as it is known; times are the worker's ``time.monotonic_ns()``."""
+
+    ticket: int
+    token: int
+    started_ns: int
+
+
+class Done(NamedTuple):
+    """A whole answer."""
+
+    ticket: int
+    tokens: int
+    ids: int  # how many of the ids that come with it are this answer's
+    reason: str
+    first_ns: int
+    last_ns: int
+    started_ns: int
+
+
 class Report(NamedTuple):
-    """One report of a worker; times are its own ``time.monotonic_ns()``."""
+    """One report of a worker."""
 
     states: NDArray[Any]  # STATE, one per replica of the worker
-    first: NDArray[Any]  # FIRST
-    done: NDArray[Any]  # DONE
-    ids: NDArray[np.int32]
+    ids: NDArray[np.int32]  # of the answers, one after the other; none if the run does not need them
+    first: list[First]
+    done: list[Done]
     failures: list[tuple[int, str]]  # ticket, why the engine refuses it
-
-
-class WireError(MegatokenError):
-    """The other side is gone, or sent what this version does not understand."""
 
 
 class Channel:
@@ -103,7 +104,7 @@ class Channel:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
-        self._incoming = bytearray()
+        self._incoming = FrameReader(LARGEST_FRAME_BYTES)
         self._outgoing: list[memoryview] = []
 
     @property
@@ -113,7 +114,7 @@ class Channel:
 
     def send(self, kind: Kind, body: bytes = b"") -> None:
         """Sends a frame, now or with later ``flush``es. Raises WireError when the other side is gone."""
-        self._outgoing.append(memoryview(_FRAME.pack(len(body), kind) + body))
+        self._outgoing.append(memoryview(frame(kind, body)))
         self.flush()
 
     def flush(self) -> None:
@@ -132,10 +133,10 @@ class Channel:
 
     def receive(self) -> list[tuple[Kind, bytes]]:
         """Every whole frame that has arrived. Raises WireError when the other side is gone or a frame is malformed."""
-        ended = None
+        ended, frames = None, []
         try:
             while piece := self.socket.recv(RECEIVE_BYTES):
-                self._incoming += piece
+                frames += [(Kind(kind), body) for kind, body in self._incoming.feed(piece)]
                 if len(piece) < RECEIVE_BYTES:
                     break
             else:
@@ -144,7 +145,8 @@ class Channel:
             pass
         except OSError as error:
             ended = f"connection lost: {error.strerror or error}"
-        frames = list(self._frames())
+        except ValueError:
+            raise WireError("a frame of an unknown kind") from None
         if ended is not None and not frames:
             raise WireError(ended)
         return frames
@@ -152,20 +154,6 @@ class Channel:
     def close(self) -> None:
         """Closes the connection."""
         self.socket.close()
-
-    def _frames(self) -> Iterator[tuple[Kind, bytes]]:
-        begin = 0
-        while len(self._incoming) - begin >= _FRAME.size:
-            length, kind = _FRAME.unpack_from(self._incoming, begin)
-            if length > LARGEST_FRAME_BYTES or kind not in _KINDS:
-                raise WireError(f"unknown frame of kind {kind} with {length:,} bytes")
-            end = begin + _FRAME.size + length
-            if len(self._incoming) < end:
-                break
-            yield Kind(kind), bytes(memoryview(self._incoming)[begin + _FRAME.size : end])
-            begin = end
-        if begin:
-            del self._incoming[:begin]
 
 
 def authenticate(connection: socket.socket, key: bytes, timeout_seconds: float, *, driver: bool) -> None:
@@ -179,17 +167,44 @@ def authenticate(connection: socket.socket, key: bytes, timeout_seconds: float, 
     try:
         connection.settimeout(timeout_seconds)
         connection.sendall(nonce)
-        theirs = receive_exactly(connection, NONCE_BYTES)
+        theirs = _receive_exactly(connection, NONCE_BYTES)
         if theirs == nonce:
             raise WireError("the other side repeats our nonce")
         connection.sendall(_proof(key, names[0], theirs))
-        if not hmac.compare_digest(receive_exactly(connection, sha256().digest_size), _proof(key, names[1], nonce)):
+        if not hmac.compare_digest(_receive_exactly(connection, sha256().digest_size), _proof(key, names[1], nonce)):
             raise WireError("the other side does not know this run's key")
     except OSError as error:
         raise WireError(f"no handshake: {error.strerror or error}") from None
 
 
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
+def dial(address: str | tuple[str, int], key: bytes, number: int, timeout_seconds: float) -> socket.socket:
+    """A connection to the driver at a Unix socket's path, or host and port, which knows ``number`` now; blocks.
+
+    Raises:
+        OSError, WireError: there is no such driver.
+    """
+    connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    try:
+        connection.settimeout(timeout_seconds)
+        connection.connect(address)
+        authenticate(connection, key, timeout_seconds, driver=False)
+        connection.sendall(NUMBER.pack(number))
+        connection.setblocking(False)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def handshake(connection: socket.socket, key: bytes, timeout_seconds: float) -> int:
+    """Checks that a worker that has connected knows the key; returns its number. Blocks. Raises OSError, WireError."""
+    authenticate(connection, key, timeout_seconds, driver=True)
+    (number,) = NUMBER.unpack(_receive_exactly(connection, NUMBER.size))
+    connection.setblocking(False)
+    return int(number)
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     """So many bytes, before the first frame. Raises WireError if the other side closes the connection."""
     got = b""
     while len(got) < count:
@@ -242,28 +257,18 @@ def unpack_submit(body: bytes) -> tuple[int, list[tuple[int, Request]]]:
 
 
 def pack_report(report: Report) -> bytes:
-    """The body of a REPORT frame."""
-    failures = b"".join(
-        NUMBER.pack(ticket) + NUMBER.pack(len(text := why.encode())) + text for ticket, why in report.failures
-    )
-    counts = (len(report.states), len(report.first), len(report.done), len(report.ids), len(failures))
-    arrays = (report.states, report.first, report.done, report.ids)
-    return b"".join((_REPORT.pack(*counts), *(part.tobytes() for part in arrays), failures))
+    """The body of a REPORT frame: the two arrays, then the rest as JSON."""
+    states, ids, *rest = report
+    return b"".join((_REPORT.pack(len(states), len(ids)), states.tobytes(), ids.tobytes(), json.dumps(rest).encode()))
 
 
 def unpack_report(body: bytes) -> Report:
     """What ``pack_report`` packed."""
-    *counts, failure_bytes = _REPORT.unpack_from(body)
-    begin, arrays = _REPORT.size, []
-    for count, dtype in zip(counts, (STATE, FIRST, DONE, np.dtype("<i4")), strict=True):
-        arrays.append(np.frombuffer(body, dtype, count, begin))
-        begin += arrays[-1].nbytes
-    failures, end = [], begin + failure_bytes
-    while begin < end:
-        (ticket,), (length,) = NUMBER.unpack_from(body, begin), NUMBER.unpack_from(body, begin + NUMBER.size)
-        begin += 2 * NUMBER.size + length
-        failures.append((ticket, body[begin - length : begin].decode(errors="replace")))
-    return Report(arrays[0], arrays[1], arrays[2], arrays[3], failures)
+    replicas, count = _REPORT.unpack_from(body)
+    states = np.frombuffer(body, STATE, replicas, _REPORT.size)
+    ids = np.frombuffer(body, "<i4", count, _REPORT.size + states.nbytes)
+    first, done, failures = json.loads(body[_REPORT.size + states.nbytes + ids.nbytes :])
+    return Report(states, ids, first, done, failures)
 
 
 def _proof(key: bytes, name: bytes, nonce: bytes) -> bytes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,20 +15,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatoken.errors import MegatokenError
+from megatoken.framing import WireError
 from megatoken.hardware.telemetry import Sensors
+from megatoken.rack.records import WorkerSpec
 from megatoken.rack.replica import Replica
 from megatoken.rack.wire import (
-    DONE,
-    FIRST,
-    NUMBER,
     PING,
     PONG,
     STATE,
     Channel,
     Kind,
     Report,
-    WireError,
-    authenticate,
+    dial,
     pack_report,
     unpack_submit,
 )
@@ -49,24 +46,10 @@ REFUSALS = 3  # refused connections in a row, after which the driver is gone for
 class Worker:
     """Serves a driver with the engines of this process until that driver is gone."""
 
-    def __init__(
-        self,
-        engines: Sequence[Engine],
-        number: int,
-        *,
-        streams: bool,
-        keep_ids: bool,
-        dead_after_seconds: float,
-        reconnect_seconds: float,
-    ) -> None:
-        """Starts a thread for each engine.
-
-        The driver knows this worker by ``number``. The other options are as in ``WorkerSpec``.
-        """
+    def __init__(self, engines: Sequence[Engine], number: int, spec: WorkerSpec) -> None:
+        """Starts a thread for each engine. The driver knows this worker by ``number``."""
         self._number = number
-        self._streams = streams
-        self._dead_after_seconds = dead_after_seconds
-        self._reconnect_seconds = reconnect_seconds
+        self._spec = spec
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         os.set_blocking(self._wake_reader, False)
@@ -74,8 +57,8 @@ class Worker:
             Replica(
                 engine,
                 f"replica-{place}",
-                streams=streams,
-                keep_ids=keep_ids,
+                streams=spec.streams,
+                keep_ids=spec.keep_ids,
                 sensors=Sensors(engine.gpu_uuids) if place == 0 or engine.gpu_uuids else None,
                 notify=self._wake,
             )
@@ -90,10 +73,10 @@ class Worker:
         Raises:
             MegatokenError: a replica failed; the driver got the error.
         """
-        refusals, until = 0, time.monotonic() + self._reconnect_seconds
+        refusals, until = 0, time.monotonic() + self._spec.reconnect_seconds
         while refusals < REFUSALS and time.monotonic() < until:
             try:
-                channel = Channel(_connect(address, key))
+                channel = Channel(dial(address, key, self._number, CONNECT_SECONDS))
             except ConnectionRefusedError:
                 refusals += 1
                 time.sleep(RECONNECT_PAUSE_SECONDS)
@@ -109,7 +92,7 @@ class Worker:
             finally:
                 channel.close()
             self._drop_everything()
-            refusals, until = 0, time.monotonic() + self._reconnect_seconds
+            refusals, until = 0, time.monotonic() + self._spec.reconnect_seconds
 
     def close(self) -> None:
         """Ends the engines' threads after their steps."""
@@ -120,7 +103,6 @@ class Worker:
         """Serves one connection; whether the driver asked to end. Raises WireError when it is gone."""
         for replica in self._replicas:
             replica.start_counting()
-        channel.send(Kind.HELLO, NUMBER.pack(self._number))
         heard = now = time.monotonic()
         reported, pressing = 0.0, False
         cancelling: bytes | None = None
@@ -130,7 +112,7 @@ class Worker:
                 heard += now - before
                 for replica in self._replicas:
                     replica.discount(now - before)
-            if now - heard > self._dead_after_seconds:
+            if now - heard > self._spec.dead_after_seconds:
                 raise WireError("the driver has fallen silent")
             writers = [channel.socket.fileno()] if channel.pending else []
             wait = max(0.0, reported + (STREAM_SECONDS if pressing else REPORT_SECONDS) - now)
@@ -170,10 +152,10 @@ class Worker:
         return pack_report(
             Report(
                 np.array(states, STATE),
-                np.array([row for first, *_ in news for row in first], FIRST),
-                np.array([row for _, done, *_ in news for row in done], DONE),
-                np.array([token for *_, ids, _ in news for token in ids], "<i4"),
-                [failure for *_, failures in news for failure in failures],
+                np.array([token for _, _, ids, _ in news for token in ids], "<i4"),
+                [one for first, *_ in news for one in first],
+                [one for _, done, *_ in news for one in done],
+                [one for *_, failures in news for one in failures],
             )
         )
 
@@ -194,13 +176,3 @@ class Worker:
     def _wake(self) -> None:
         with suppress(BlockingIOError):
             os.write(self._wake_writer, b"\0")
-
-
-def _connect(address: tuple[str, int], key: bytes) -> socket.socket:
-    connection = socket.create_connection(address, CONNECT_SECONDS)
-    try:
-        authenticate(connection, key, CONNECT_SECONDS, driver=False)
-    except BaseException:
-        connection.close()
-        raise
-    return connection

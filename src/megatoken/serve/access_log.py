@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 MOST_LINES_WAITING = 100_000
+STANDARD_ERROR = 2  # its descriptor
 
 
 class AccessLog:
@@ -18,17 +19,15 @@ class AccessLog:
     Lines are dropped, and counted, while more than ``MOST_LINES_WAITING`` wait.
     """
 
-    def __init__(self, *, as_json: bool, quiet: bool, descriptor: int = 2) -> None:
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
         """Starts the thread.
 
         Args:
             as_json: JSON lines instead of text.
             quiet: leave out lines about requests that were answered without an error.
-            descriptor: where to write.
         """
         self._as_json = as_json
         self._quiet = quiet
-        self._descriptor = descriptor
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()
         self._dropped = 0
         self._thread = threading.Thread(target=self._write, name="access-log", daemon=True)
@@ -67,7 +66,7 @@ class AccessLog:
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
             try:
-                os.write(self._descriptor, line)
+                os.write(STANDARD_ERROR, line)
             except OSError:  # closed, or the disk is full: serving goes on
                 return
 

@@ -11,12 +11,13 @@ from megatoken.engine.request import Grammar, Request
 from megatoken.serve import frames
 from megatoken.serve.answer import Answer, Choice, ChunkStream, Delta, FullAnswer, Prompt, answer_head
 from megatoken.serve.chat_prompt import chat_prompt
-from megatoken.serve.context import ENGINE_NAMES, ApiContext, api_route, cache_salt, ending, engine_requests, grammar_of
+from megatoken.serve.context import ENGINE_NAMES, ApiContext, cache_salt, ending, engine_requests, grammar_of
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.logprobs import TokenNames, chat_logprobs, ranked_logprobs
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_chat import ChatBody, NamedTool, Tool
 from megatoken.serve.schema_common import parse_body, schema_grammar
+from megatoken.serve.server import api_route
 from megatoken.serve.tool_calls import (
     Call,
     CallArguments,

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from megatoken.engine.tensor_files import one_line_errors, read_json
 from megatoken.errors import CheckpointError, UsageError
 from megatoken.files import UnreadableError, cause, read_text
 from megatoken.serve.json_pipe import framed, receive_message
@@ -227,15 +228,8 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read(path))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); export the model again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must be a JSON object; export the model again")
-    return value
+    with one_line_errors(path):
+        return read_json(path) if path.is_file() else {}
 
 
 def _read(path: Path) -> str:

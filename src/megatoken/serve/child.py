@@ -1,28 +1,25 @@
-"""What a process started by the supervisor has in common: its settings, its life line, its event loop."""
+"""What the processes of a server share: settings, the socket to the supervisor, and the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import pickle
-import signal
 import socket
-import struct
 import sys
 from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
+from megatoken import framing
 from megatoken.serve.engine_client import fault
 
-_LENGTH = struct.Struct("<Q")
-_STOP = b"s"
+STOP = b"s"  # what the supervisor sends to stop a process in order
 
 Settings = TypeVar("Settings")
 
 
 class Control:
-    """The socket to the supervisor: settings come first, then perhaps the word to stop; its end ends the process."""
+    """The socket to the supervisor. It brings the settings, then at most one stop; its end ends this process."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -55,35 +52,14 @@ class Control:
             data = b""
         if not data:
             os._exit(1)
-        if _STOP in data:
+        if STOP in data:
             self._stop.set()
 
 
 def read_settings(kind: type[Settings]) -> tuple[Control, Settings]:
-    """What the supervisor sent to this process, which was started with the number of a socket.
-
-    The supervisor handles the signals that end a server; this process ignores them, because a terminal and a service
-    manager send them to every process.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    with connection.makefile("rb", buffering=0) as file:
-        (length,) = _LENGTH.unpack(_exactly(file, _LENGTH.size))
-        settings = pickle.loads(_exactly(file, length))
-    assert isinstance(settings, kind)
+    """What the supervisor sent to this process."""
+    connection, settings = framing.read_settings(kind)
     return Control(connection), settings
-
-
-def first_message(settings: object) -> bytes:
-    """What the supervisor sends first."""
-    content = pickle.dumps(settings, pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(content)) + content
-
-
-def stop_message() -> bytes:
-    """What the supervisor sends to stop a process in order."""
-    return _STOP
 
 
 def run_loop(control: Control, main: Coroutine[Any, Any, None]) -> None:
@@ -100,13 +76,3 @@ def run_loop(control: Control, main: Coroutine[Any, Any, None]) -> None:
     except Exception as error:  # the supervisor starts the process again, or ends
         print(f"megatoken: {fault('a process of the server failed', error)}", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-def _exactly(file: Any, count: int) -> bytes:
-    content = b""
-    while len(content) < count:
-        piece = file.read(count - len(content))
-        if not piece:
-            os._exit(1)
-        content += piece
-    return content

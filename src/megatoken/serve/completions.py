@@ -9,11 +9,12 @@ from typing import Any
 
 from megatoken.serve import frames
 from megatoken.serve.answer import Answer, Choice, ChunkStream, Delta, FullAnswer, Prompt, answer_head
-from megatoken.serve.context import ENGINE_NAMES, ApiContext, api_route, cache_salt, ending, engine_requests, grammar_of
+from megatoken.serve.context import ENGINE_NAMES, ApiContext, cache_salt, ending, engine_requests, grammar_of
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.logprobs import TokenNames, completion_logprobs, echoed_logprobs, ranked_logprobs
 from megatoken.serve.schema_common import parse_body
 from megatoken.serve.schema_completions import CompletionBody
+from megatoken.serve.server import api_route
 
 
 @api_route

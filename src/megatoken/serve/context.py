@@ -6,24 +6,24 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
 from megatoken.engine.request import Grammar, Request
 from megatoken.engine.tensor_files import read_json
 from megatoken.engine.tokenizer import LONG_TEXT, Tokenizer
-from megatoken.errors import CheckpointError, MegatokenError, RequestError
-from megatoken.serve.answer import Ending, Prompt, reply_error
+from megatoken.errors import CheckpointError, RequestError
+from megatoken.serve.answer import Ending, Prompt
 from megatoken.serve.chat_template import ModelTemplates, TemplateRenderer
-from megatoken.serve.engine_client import EngineClient, Refused
+from megatoken.serve.engine_client import EngineClient
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.messages import ServedModel
 from megatoken.serve.options import ServeConfig
-from megatoken.serve.request_errors import ApiError, as_api_error
+from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_common import Body, GenerationFields, SamplingDefaults
 from megatoken.serve.tool_calls import ToolFormat, format_of
 
@@ -233,33 +233,6 @@ def engine_requests(
 def cache_salt(exchange: Exchange, body: GenerationFields) -> str:
     """The request's salt, apart from those of other tenants, so that two keys never share cached prefixes."""
     return f"{exchange.tenant_name}\n{body.cache_salt}"
-
-
-class HasApi(Protocol):
-    """What a route gets: the server, once a model is ready."""
-
-    @property
-    def api(self) -> ApiContext | None:
-        """None before that."""
-
-    client: EngineClient
-
-
-def api_route(route: Callable[[ApiContext, Exchange], Any]) -> Callable[[HasApi, Exchange], Any]:
-    """A route that answers what it raises in OpenAI's shape."""
-
-    @wraps(route)
-    async def answered(server: HasApi, exchange: Exchange) -> None:
-        try:
-            if server.api is None:
-                raise ApiError(server.client.message, HTTPStatus.SERVICE_UNAVAILABLE, retry_after=5)
-            await route(server.api, exchange)
-        except Refused as error:
-            reply_error(exchange, ApiError(str(error), error.status, retry_after=error.retry_after_seconds))
-        except MegatokenError as error:
-            reply_error(exchange, as_api_error(error))
-
-    return answered
 
 
 def model_files(folder: Path | None, options: ServeConfig) -> tuple[ModelTemplates, SamplingDefaults]:

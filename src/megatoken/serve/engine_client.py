@@ -9,8 +9,8 @@ from typing import cast
 
 from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.errors import MegatokenError
+from megatoken.framing import FrameReader, frame
 from megatoken.serve.messages import (
-    FrameReader,
     Health,
     Kind,
     Replicas,
@@ -18,7 +18,6 @@ from megatoken.serve.messages import (
     Status,
     Submission,
     Unavailable,
-    frame,
     pickled,
     step_events,
     unpickled,
@@ -58,7 +57,7 @@ class EngineClient(asyncio.Protocol):
             log: takes a line about a fault.
             restarts: whether an engine process that has ended is started again.
         """
-        self.message = "the engine is starting"  # what there is to say about ``health``
+        self.message = "the engine is starting"  # explains ``health``
         self.draining = False  # set when new requests are refused because the server is stopping
         self.replicas: Replicas | None = None  # how many serve, of a rack
         self._path = path
@@ -96,7 +95,7 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def health(self) -> Health:
-        """The engine's last word; STUCK if there was none for a while."""
+        """What the engine reported last; STUCK if no report came for a while."""
         if self.draining:
             return Health.DRAINING
         if self._health.serves and time.monotonic() - self._heard > SILENT_SECONDS:
@@ -164,11 +163,11 @@ class EngineClient(asyncio.Protocol):
         """Hand out what has arrived."""
         self._heard = time.monotonic()
         for kind, payload in self._reader.feed(data):
-            if kind is Kind.STEP:
+            if kind == Kind.STEP:
                 self._take_step(payload)
-            elif kind is Kind.STATUS:
+            elif kind == Kind.STATUS:
                 self._take_status(Status(*unpickled(payload)))
-            elif kind is Kind.METRICS and self._metrics:
+            elif kind == Kind.METRICS and self._metrics:
                 answer = self._metrics.pop(0)
                 if not answer.done():
                     answer.set_result(payload.decode())

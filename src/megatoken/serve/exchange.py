@@ -113,11 +113,11 @@ class Exchange:
         self.connection.write(head + body if self.request.method != "HEAD" else head)
         self._finish()
 
-    def fail(self, status: int, message: str, *, param: str | None = None, headers: Headers = ()) -> None:
+    def fail(self, status: int, message: str, *, headers: Headers = ()) -> None:
         """Answer with an error in OpenAI's shape."""
-        self.reply(status, error_body(status, message, param=param), headers=headers)
+        self.reply(status, error_body(status, message), headers=headers)
 
-    def start_events(self, headers: Headers = ()) -> None:
+    def start_events(self) -> None:
         """Begin a stream of server-sent events with status 200."""
         if self._state is not _State.WAITING:
             return
@@ -126,7 +126,7 @@ class Exchange:
         own = [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
         if not self.request.http_1_0:  # before HTTP/1.1 the end of the connection ends the body
             own.append(("transfer-encoding", "chunked"))
-        self._head_bytes = self._head([*own, *headers])
+        self._head_bytes = self._head(own)
         self.connection.flush_soon(self)
 
     def write(self, frames: bytes) -> None:

@@ -178,7 +178,7 @@ class Connection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        """Forget the request before."""
+        """Begin another request."""
         self._url, self._headers, self._repeated, self._body = b"", {}, set(), []
         self._head_bytes = self._body_bytes = self._unparsed_bytes = 0
         self._request = self._refusal = None

@@ -13,6 +13,7 @@ from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.thread import Step
 from megatoken.errors import MegatokenError, RequestError
+from megatoken.framing import frame
 from megatoken.serve.engine_client import fault
 from megatoken.serve.fair_queue import RETRY_AFTER_SECONDS, FairQueue
 from megatoken.serve.link import Entry, Link
@@ -28,7 +29,6 @@ from megatoken.serve.messages import (
     Status,
     Submission,
     Unavailable,
-    frame,
     pickled,
 )
 from megatoken.serve.metrics import EngineCounters, EngineReport, Metrics
@@ -143,7 +143,7 @@ class Hub:
     def send_status(self) -> None:
         """Send every HTTP process the state of the engine."""
         for link in self._links:
-            self._greet(link)
+            self._send_status_to(link)
 
     def _check(self) -> None:
         now = time.monotonic()
@@ -160,7 +160,7 @@ class Hub:
     def joined(self, link: Link) -> None:
         """An HTTP process has connected."""
         self._links.add(link)
-        self._greet(link)
+        self._send_status_to(link)
 
     def left(self, link: Link) -> None:
         """An HTTP process has ended, and so have its clients."""
@@ -472,7 +472,7 @@ class Hub:
         for entry in [entry for link in self._links for entry in link.open.values()]:
             self._end_with(entry, Unavailable(message))
 
-    def _greet(self, link: Link) -> None:
+    def _send_status_to(self, link: Link) -> None:
         status = Status(self._health, self._message, self.model, replicas=self._replicas)
         if self.model is not None and not self._rack:
             status = status._replace(sizes=self._sizes, state=self._engine.state())

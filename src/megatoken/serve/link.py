@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from megatoken.engine.request import Request, TokenEvent
-from megatoken.serve.messages import FrameReader, Kind, Submission, step_frame, unpickled
+from megatoken.framing import FrameReader
+from megatoken.serve.messages import Kind, Submission, step_frame, unpickled
 from megatoken.serve.tenants import Tenant
 
 MOST_UNSENT_BYTES = 256 << 20  # of a process that does not read; then it is given up
@@ -70,7 +71,7 @@ class Link(asyncio.Protocol):
         self._frames: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet."""
+        """Join the hub, which sends its status."""
         self._transport = cast(asyncio.Transport, transport)
         self._hub.joined(self)
 
@@ -83,12 +84,12 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take requests and cancellations."""
         for kind, payload in self._reader.feed(data):
-            if kind is Kind.SUBMIT:
+            if kind == Kind.SUBMIT:
                 self._hub.submit(self, Submission(*unpickled(payload)), len(payload))
-            elif kind is Kind.CANCEL:
+            elif kind == Kind.CANCEL:
                 client_id, stopped = unpickled(payload)
                 self._hub.cancel(self, client_id, stopped=stopped)
-            elif kind is Kind.METRICS:
+            elif kind == Kind.METRICS:
                 self._hub.answer_metrics(self)
 
     def collect(self, client_id: int, event: TokenEvent) -> None:

@@ -1,9 +1,8 @@
-"""What travels between HTTP processes and the engine process, and how it is framed on their Unix socket.
+"""What travels in frames between HTTP processes and the engine process, on a Unix socket.
 
-A rack's router and its replicas talk in the same way. A frame is four bytes of length, one byte of kind and the
-payload. There is one frame per step and HTTP process, never one per token. Most events are one token of one request;
-they travel as two lists through marshal, which costs 0.15 us per event for both ends together, where pickling the
-events costs 4.6 us.
+A rack's router and its replicas talk in the same way. There is one frame per step and HTTP process, never one per
+token. Most events are one token of one request; they travel as two lists through marshal, which costs 0.15 us per event
+for both ends together, where pickling the events costs 4.6 us.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import io
 import marshal
 import pickle
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -21,9 +19,9 @@ from typing import Any, NamedTuple
 from megatoken.engine.request import Request, TokenEvent
 from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError
+from megatoken.framing import frame
 from megatoken.serve.tenants import Tenant
 
-_HEADER = struct.Struct("<IB")
 # What a frame may be made of. A replica on another node has proved that it knows the key of this server, but the frames
 # that follow carry no proof, and a plain unpickler would call whatever they name.
 _MODULES = frozenset(
@@ -161,11 +159,6 @@ class Kind(IntEnum):
     STATUS = 5  # Status
 
 
-def frame(kind: Kind, payload: bytes = b"") -> bytes:
-    """The bytes of one frame."""
-    return _HEADER.pack(len(payload), kind) + payload
-
-
 def pickled(kind: Kind, value: object) -> bytes:
     """A frame of a pickled value."""
     return frame(kind, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
@@ -211,27 +204,3 @@ def step_events(payload: bytes) -> Iterator[TokenEvent]:
     for request_id, token_id in zip(request_ids, token_ids, strict=True):
         yield TokenEvent(request_id, (token_id,), None)
     yield from others
-
-
-class FrameReader:
-    """Cuts a stream of bytes into frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
-        """Kind and payload of every frame that ``data`` completes."""
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        try:
-            while len(buffer) - start >= _HEADER.size:
-                length, kind = _HEADER.unpack_from(buffer, start)
-                end = start + _HEADER.size + length
-                if len(buffer) < end:
-                    break
-                payload = bytes(buffer[start + _HEADER.size : end])
-                start = end
-                yield Kind(kind), payload
-        finally:
-            del buffer[:start]

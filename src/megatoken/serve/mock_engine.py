@@ -33,7 +33,7 @@ class MockEngine:
         vocabulary: list[int],  # ids to answer with, in turn
         tokens_per_second: float,  # of one stream
         on_step: Callable[[Step], None],  # called after every step, on the thread
-        max_sequences: int,  # streams that run at once; a whole number of others wait
+        max_sequences: int,  # streams that run at once; others wait
     ) -> None:
         """Starts the thread."""
         self.failure: BaseException | None = None

@@ -16,7 +16,7 @@ from megatoken import __version__
 from megatoken.engine.text_stream import TextStream
 from megatoken.serve import frames
 from megatoken.serve.chat_prompt import chat_prompt
-from megatoken.serve.context import ApiContext, api_route
+from megatoken.serve.context import ApiContext
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.logprobs import TokenNames
 from megatoken.serve.request_errors import ApiError
@@ -24,6 +24,7 @@ from megatoken.serve.schema_chat import ChatBody
 from megatoken.serve.schema_common import parse_body
 from megatoken.serve.schema_completions import CompletionBody, DetokenizeBody, TokenizeBody
 from megatoken.serve.schema_responses import ResponsesBody
+from megatoken.serve.server import api_route
 
 PART_TOKENS = 4096  # handled at a time, so that a long list does not hold up the streams
 

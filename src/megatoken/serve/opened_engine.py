@@ -14,7 +14,6 @@ from megatoken.engine.request import Request, check_options
 from megatoken.engine.runner_protocol import RecordedSteps
 from megatoken.engine.thread import Step
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import CapacityError
 from megatoken.serve.child import Control
 from megatoken.serve.hub import SharedEngine
 from megatoken.serve.messages import EngineSizes, ServedModel
@@ -66,11 +65,7 @@ def share_engine(options: ServeConfig, engine: Engine, on_step: Callable[[Step],
     from megatoken.engine import EngineThread
 
     memory = engine.memory_plan
-    if memory.max_length < 2:
-        raise CapacityError(
-            f"the longest sequence has {memory.max_length} token, but a prompt and its answer need at least 2; "
-            "raise engine.max_length or engine.cache_tokens"
-        )
+    memory.check_answers()
     sizes = EngineSizes(memory.max_sequences, memory.max_batched_tokens, memory.cache_tokens, memory.page_size)
     model = _served(options, engine.model_config, memory.max_length)
     gc.collect()

@@ -127,11 +127,22 @@ class HttpProcessSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """How a replica finds the router, and its part of its node."""
+
+    router: str | tuple[str, int]  # path of its Unix socket, or host and port
+    key: bytes  # which both must know
+    number: int
+    threads: int | None = None  # of its CPU engine
+    neighbours: int = 1  # replicas that share the node's main memory
+
+
+@dataclass(frozen=True, slots=True)
 class EngineProcessSettings:
-    """What the engine process gets from the supervisor."""
+    """What the process of an engine gets from the supervisor."""
 
     options: ServeConfig
-    listener: int  # file descriptor of the Unix socket that HTTP processes connect to
+    clients: int | ReplicaSettings  # file descriptor of the Unix socket that HTTP processes connect to, or the router
     several_tenants: bool
 
 
@@ -140,21 +151,9 @@ class RouterProcessSettings:
     """What the process in front of a rack's replicas gets from the supervisor."""
 
     options: ServeConfig
-    listener: int  # as of an engine process
+    listener: int  # file descriptor of the Unix socket that HTTP processes connect to
     several_tenants: bool
     key: bytes  # which replicas must know
     replicas_path: str  # Unix socket for the replicas of this machine
     local_replicas: int  # how many; 0: the replicas are those of a cluster
     cluster: str  # its address
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaProcessSettings:
-    """What the process of a replica on this machine gets from the supervisor."""
-
-    options: ServeConfig
-    key: bytes
-    router_path: str
-    number: int
-    threads: int | None  # of its CPU engine
-    neighbours: int  # replicas that share the machine's main memory

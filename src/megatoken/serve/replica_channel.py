@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from megatoken.rack.wire import NUMBER, WireError, authenticate, receive_exactly
+from megatoken.framing import WireError
+from megatoken.rack.wire import dial, handshake
 from megatoken.serve.link import Link, LinkOwner
 
 CONNECT_SECONDS = 5.0
@@ -34,28 +35,13 @@ def listen_at(address: Address) -> socket.socket:
     return listener
 
 
-def dial(address: Address, key: bytes, number: int) -> socket.socket:
-    """Connect to the router; blocks. Raises OSError or WireError."""
-    connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
-    try:
-        connection.settimeout(CONNECT_SECONDS)
-        connection.connect(address)
-        authenticate(connection, key, CONNECT_SECONDS, driver=False)
-        connection.sendall(NUMBER.pack(number))
-        connection.setblocking(False)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
 async def serve_router(hub: LinkOwner, address: Address, key: bytes, number: int, reconnect_seconds: float) -> None:
     """Serve the router; connect again after a loss. Returns when it was out of reach for ``reconnect_seconds``."""
     loop = asyncio.get_running_loop()
     until = time.monotonic() + reconnect_seconds
     while time.monotonic() < until:
         with suppress(OSError, WireError):
-            connection = await asyncio.to_thread(dial, address, key, number)
+            connection = await asyncio.to_thread(dial, address, key, number, CONNECT_SECONDS)
             link = Link(hub)
             await loop.create_connection(lambda link=link: link, sock=connection)  # type: ignore[misc]
             await link.closed.wait()
@@ -67,12 +53,11 @@ async def accept_replicas(listener: socket.socket, key: bytes, make: Callable[[i
     """Accept replicas for good; ``make`` is called with the number of each that knows the key."""
     loop = asyncio.get_running_loop()
     room = asyncio.Semaphore(MOST_HANDSHAKES)
-    greeting: set[asyncio.Task[None]] = set()
+    admitting: set[asyncio.Task[None]] = set()
 
-    async def greet(connection: socket.socket) -> None:
+    async def admit(connection: socket.socket) -> None:
         try:
-            number = await asyncio.to_thread(_number_of, connection, key)
-            connection.setblocking(False)
+            number = await asyncio.to_thread(handshake, connection, key, HANDSHAKE_SECONDS)
             await loop.connect_accepted_socket(lambda: make(number), connection)
         except (OSError, WireError):
             connection.close()
@@ -82,13 +67,6 @@ async def accept_replicas(listener: socket.socket, key: bytes, make: Callable[[i
     while True:
         await room.acquire()
         connection, _ = await loop.sock_accept(listener)
-        task = loop.create_task(greet(connection))
-        greeting.add(task)
-        task.add_done_callback(greeting.discard)
-
-
-def _number_of(connection: socket.socket, key: bytes) -> int:
-    connection.setblocking(True)
-    authenticate(connection, key, HANDSHAKE_SECONDS, driver=True)
-    (number,) = NUMBER.unpack(receive_exactly(connection, NUMBER.size))
-    return int(number)
+        task = loop.create_task(admit(connection))
+        admitting.add(task)
+        task.add_done_callback(admitting.discard)

@@ -13,19 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import cast
 
+from megatoken.engine.config import model_folder
 from megatoken.engine.request import FinishReason, Request, TokenEvent, check_options
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.thread import Step
 from megatoken.errors import MegatokenError
+from megatoken.framing import FrameReader
 from megatoken.rack.records import Place
 from megatoken.serve.hub import SEQUENCES_AHEAD, Hub
 from megatoken.serve.messages import (
     NO_SIZES,
     EngineSizes,
-    FrameReader,
     Health,
     Kind,
     Replicas,
@@ -38,6 +38,7 @@ from megatoken.serve.messages import (
     unpickled,
 )
 from megatoken.serve.metrics import QUEUE, EngineReport
+from megatoken.serve.options import ServeConfig
 from megatoken.serve.routing import Load, PrefixRouter
 from megatoken.serve.tenants import DEFAULT_TENANT
 from megatoken.text import count_of
@@ -56,19 +57,6 @@ class _Routed:
     keys: list[bytes]
     runs: int = 0
     link: ReplicaLink | None = None  # None: waits for a replica
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long to wait, in seconds.
-
-    ``dead_after``: silence after which a replica is lost. ``reconnect``: how long a lost one may take to come back
-    before its process is given up. ``without``: how long requests wait while no replica serves.
-    """
-
-    dead_after: float
-    reconnect: float
-    without: float
 
 
 @dataclass(slots=True)
@@ -95,11 +83,8 @@ class ReplicaSet:
     def __init__(
         self,
         hub: Hub,  # that hands requests over, and out what comes back; started when the first replica serves
-        patience: Patience,  # how long to wait for what
+        options: ServeConfig,  # of the server
         *,
-        restarts: bool,  # whether lost replicas are started again
-        prefix_cache: bool,  # whether replicas cache prefixes
-        folder: Path | None,  # of the model's files on this machine, where HTTP processes read them
         note: Callable[[str], None],  # takes a line for the log, on any thread
         give_up: Callable[[int], None],  # called with the number of a replica that was lost and has not come back
         # called whenever it changes how many replicas serve: with that number, and how many should
@@ -110,8 +95,7 @@ class ReplicaSet:
         self.step_began_ns = 0
         self.address = ("", 0)
         self._hub = hub
-        self._patience = patience
-        self._restarts, self._prefix_cache, self._folder = restarts, prefix_cache, folder
+        self._options = options
         self.note, self._give_up, self._on_change = note, give_up, on_change
         self._loop = asyncio.get_running_loop()
         self._labels: dict[Place, str] = {}
@@ -190,7 +174,7 @@ class ReplicaSet:
         return ReplicaLink(self, number)
 
     def heard(self, link: ReplicaLink, status: Status) -> None:
-        """Take a replica's word about itself."""
+        """Take a replica's status."""
         known = self._known.get(link.number)
         if known is None or link.lost:  # given up before it came
             link.close()
@@ -203,7 +187,7 @@ class ReplicaSet:
             self._join(link, known, status.model)
 
     def connecting(self, link: ReplicaLink) -> None:
-        """A replica has connected; an older connection of it is void."""
+        """A replica has connected; its older connection no longer counts."""
         if (before := self._live.get(link.number)) is not None:
             self.lose(before, "it connected again")
 
@@ -249,13 +233,13 @@ class ReplicaSet:
                 for link in self._live.values():
                     link.heard += now - before
             for link in list(self._live.values()):
-                if now - link.heard > self._patience.dead_after:
+                if now - link.heard > self._options.rack.dead_after_seconds:
                     self.lose(link, f"it was silent for {now - link.heard:.1f} s")
             for number, known in list(self._known.items()):
-                if known.lost_at is not None and now - known.lost_at > self._patience.reconnect:
+                if known.lost_at is not None and now - known.lost_at > self._options.rack.reconnect_seconds:
                     known.lost_at = None
                     self._give_up(number)
-            if self._empty_since is not None and now - self._empty_since > self._patience.without:
+            if self._empty_since is not None and now - self._empty_since > self._options.rack.wait_seconds:
                 self._empty_since = None
                 self._end_orphans()
 
@@ -267,7 +251,7 @@ class ReplicaSet:
         known = self._known.pop(number, None)
         if known is not None:
             self._cause = f"{known.place.node}/{known.place.replica} was lost: {cause}"
-        if not self._known and not self._restarts and self._router is not None:
+        if not self._known and not self._options.restart and self._router is not None:
             self.failure = MegatokenError(f"no replica is left; the last, {self._cause}")
             self._hub.take_steps([])
 
@@ -276,14 +260,16 @@ class ReplicaSet:
         link.label, link.max_sequences = known.label, known.sizes.max_sequences
         first = self._router is None
         if self._router is None:
-            self._router = PrefixRouter(known.sizes.page_size if self._prefix_cache else 0)
+            self._router = PrefixRouter(known.sizes.page_size if self._options.engine.prefix_cache else 0)
         self._router.add(link.number, known.sizes.cache_tokens)
         self._live[link.number] = link
         self._empty_since = None
         while self._orphans:
             self._place(self._orphans.popleft())
         if first:
-            self._hub.start(self, replace(model, folder=self._folder), known.sizes, check_options, self.reports)
+            folder = model_folder(self._options.model).resolve()  # on this machine, where HTTP processes read its files
+            model = replace(model, folder=folder if folder.is_dir() else None)
+            self._hub.start(self, model, known.sizes, check_options, self.reports)
         elif self._cause:
             self.note(
                 f"replica {known.place.node}/{known.place.replica} serves; "
@@ -329,7 +315,7 @@ class ReplicaSet:
         del self._open[request_id]
 
     def _end_orphans(self) -> None:
-        message = f"no replica has served for {self._patience.without:g} s; send the request again"
+        message = f"no replica has served for {self._options.rack.wait_seconds:g} s; send the request again"
         ends = []
         while self._orphans:
             routed = self._orphans.popleft()
@@ -378,10 +364,10 @@ class ReplicaLink(asyncio.Protocol):
         for kind, payload in self._reader.feed(data):
             if self.lost:
                 return
-            if kind is Kind.STEP:
+            if kind == Kind.STEP:
                 request_ids, token_ids, others = step_parts(payload)
                 self._replicas.take(self, request_ids, token_ids, self._events(others))
-            elif kind is Kind.STATUS:
+            elif kind == Kind.STATUS:
                 self._replicas.heard(self, Status(*unpickled(payload)))
         self._replicas.flush()
 

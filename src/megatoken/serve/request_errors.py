@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from megatoken.errors import CapacityError, MegatokenError, RequestError
 from megatoken.serve.exchange import error_body
 from megatoken.serve.messages import Busy, Unavailable
+from megatoken.yaml_files import DEMANDS
 
 UNAVAILABLE_SECONDS = 5  # after which to try again
 _KINDS = {  # of values, by pydantic's type of error
@@ -23,18 +24,10 @@ _KINDS = {  # of values, by pydantic's type of error
     "model_type": "an object",
     "string_type": "a string",
 }
-_DEMANDS = {
-    "finite_number": "must be a finite number",
-    "greater_than": "must be more than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "literal_error": "must be {expected}",
+_DEMANDS = DEMANDS | {
     "missing": "is required",
     "string_pattern_mismatch": "must match {pattern}",
     "string_too_long": "must have at most {max_length:,} characters",
-    "string_too_short": "must not be empty",
-    "string_unicode": "must be UTF-8 text",
     "too_long": "must have at most {max_length:,} items",
     "too_short": "must not be empty",
     "union_tag_invalid": "its type must be one of {expected_tags}",

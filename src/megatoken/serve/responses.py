@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from megatoken.serve import frames
 from megatoken.serve.answer import Answer, Choice, Delta, FullAnswer, StreamedAnswer
 from megatoken.serve.chat import Chat, prepare_chat
-from megatoken.serve.context import ApiContext, api_route
+from megatoken.serve.context import ApiContext
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.request_errors import ApiError, field_error
 from megatoken.serve.schema_chat import ChatBody
@@ -24,6 +24,7 @@ from megatoken.serve.schema_responses import (
     NamedTool,
     ResponsesBody,
 )
+from megatoken.serve.server import api_route
 from megatoken.serve.tool_calls import CallArguments, CallParser, CallStart, Piece
 
 _NAMES = {  # of this route's fields, by those of a chat

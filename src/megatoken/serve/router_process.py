@@ -8,22 +8,22 @@ import socket
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
-from megatoken.engine.config import model_folder
 from megatoken.errors import ExitCode, MegatokenError
+from megatoken.rack.cluster import Cluster
 from megatoken.rack.records import Place
 from megatoken.serve.child import Control, read_settings, run_loop
 from megatoken.serve.engine_process import FLUSH_SECONDS
 from megatoken.serve.hub import Hub
 from megatoken.serve.link import Link
 from megatoken.serve.options import RouterProcessSettings
-from megatoken.serve.rack_cluster import ReplicaCluster
+from megatoken.serve.rack_cluster import connect, serve_on
 from megatoken.serve.replica_channel import accept_replicas, listen_at
-from megatoken.serve.replica_set import Patience, ReplicaSet
+from megatoken.serve.replica_set import ReplicaSet
 
 
 async def _serve(settings: RouterProcessSettings, control: Control) -> None:
     loop = asyncio.get_running_loop()
-    options, rack = settings.options, settings.options.rack
+    options = settings.options
     failed: asyncio.Future[str] = loop.create_future()
     hub = Hub(
         options.max_queued,
@@ -32,8 +32,7 @@ async def _serve(settings: RouterProcessSettings, control: Control) -> None:
         fail=failed.set_result,
         rack=True,
     )
-    folder = model_folder(options.model)
-    cluster: ReplicaCluster | None = None
+    cluster: Cluster | None = None
 
     def give_up(number: int) -> None:
         if cluster is None:  # a cluster notices it itself
@@ -45,10 +44,7 @@ async def _serve(settings: RouterProcessSettings, control: Control) -> None:
 
     replicas = ReplicaSet(
         hub,
-        Patience(rack.dead_after_seconds, rack.reconnect_seconds, rack.wait_seconds),
-        restarts=options.restart,
-        prefix_cache=options.engine.prefix_cache,
-        folder=folder.resolve() if folder.is_dir() else None,
+        options,
         note=lambda line: loop.call_soon_threadsafe(control.send, {"note": line}),  # type: ignore[arg-type]
         give_up=give_up,
         on_change=changed,
@@ -64,11 +60,11 @@ async def _serve(settings: RouterProcessSettings, control: Control) -> None:
             listener = listen_at(settings.replicas_path)
             running.append(loop.create_task(accept_replicas(listener, settings.key, replicas.admit)))
         else:
-            cluster = await asyncio.to_thread(ReplicaCluster, options, settings.cluster, settings.key, replicas.note)
+            cluster = await asyncio.to_thread(connect, options, settings.cluster, replicas.note)
             listener = listen_at((cluster.host, 0))
             replicas.address = listener.getsockname()[:2]
             running.append(loop.create_task(accept_replicas(listener, settings.key, replicas.admit)))
-            await asyncio.to_thread(cluster.serve, replicas)
+            await asyncio.to_thread(serve_on, cluster, options, settings.key, replicas)
     except MegatokenError as error:
         if cluster is not None:
             await asyncio.to_thread(cluster.close)

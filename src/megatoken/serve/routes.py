@@ -37,15 +37,11 @@ async def metrics(server: Server, exchange: Exchange) -> None:
     exchange.reply(200, text.encode(), METRICS_TYPE)
 
 
-OPERATION_ROUTES: Mapping[tuple[str, str], Route] = {
+ROUTES: Mapping[tuple[str, str], Route] = {
     ("GET", "/health"): health,
     ("GET", "/ping"): health,
     ("GET", "/version"): version,
     ("GET", "/metrics"): metrics,
-}
-
-
-API_ROUTES = {
     ("GET", "/v1/models"): models,
     ("GET", "/v1/models/*"): model,
     ("POST", "/v1/chat/completions"): chat_completions,
@@ -55,6 +51,3 @@ API_ROUTES = {
     ("POST", "/detokenize"): detokenize,
     ("GET", "/openapi.json"): openapi,
 }
-
-
-ROUTES: Mapping[tuple[str, str], Route] = {**OPERATION_ROUTES, **API_ROUTES}

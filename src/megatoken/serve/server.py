@@ -14,6 +14,7 @@ from http import HTTPStatus
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError
 from megatoken.serve.access_log import AccessLog
+from megatoken.serve.answer import reply_error
 from megatoken.serve.child import Control
 from megatoken.serve.context import ApiContext
 from megatoken.serve.engine_client import EngineClient, Refused, fault
@@ -21,6 +22,7 @@ from megatoken.serve.exchange import Exchange, HttpRequest
 from megatoken.serve.http_protocol import Connection, Refusal
 from megatoken.serve.messages import ServedModel
 from megatoken.serve.options import HttpProcessSettings
+from megatoken.serve.request_errors import UNAVAILABLE_SECONDS, ApiError, as_api_error
 from megatoken.serve.tenants import Keys
 from megatoken.serve.tls import tls_context
 
@@ -232,3 +234,19 @@ class Server:
             now = time.monotonic()
             for connection in list(self.connections):
                 connection.check(now)
+
+
+def api_route(route: Callable[[ApiContext, Exchange], Awaitable[None]]) -> Route:
+    """A route that answers what it raises in OpenAI's shape."""
+
+    async def answered(server: Server, exchange: Exchange) -> None:
+        try:
+            if server.api is None:
+                raise ApiError(server.client.message, HTTPStatus.SERVICE_UNAVAILABLE, retry_after=UNAVAILABLE_SECONDS)
+            await route(server.api, exchange)
+        except Refused as error:
+            reply_error(exchange, ApiError(str(error), error.status, retry_after=error.retry_after_seconds))
+        except MegatokenError as error:
+            reply_error(exchange, as_api_error(error))
+
+    return answered

@@ -19,16 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatoken.engine.config import model_folder
-from megatoken.errors import ExitCode, MegatokenError, UsageError, how_to_install
+from megatoken.errors import ExitCode, MegatokenError, UsageError, need_packages
+from megatoken.framing import first_message
 from megatoken.rack.address import find_cluster
 from megatoken.rack.placement import Slot
 from megatoken.rack.wire import KEY_BYTES
 from megatoken.serve.access_log import AccessLog
-from megatoken.serve.child import first_message, stop_message
+from megatoken.serve.child import STOP
 from megatoken.serve.options import (
     EngineProcessSettings,
     HttpProcessSettings,
-    ReplicaProcessSettings,
+    ReplicaSettings,
     RouterProcessSettings,
     ServeConfig,
 )
@@ -50,7 +51,7 @@ def serve(options: ServeConfig) -> int:
         UsageError: the port cannot be opened, the keys cannot be used, or a package is missing.
         MegatokenError: the engine cannot be started, or has failed.
     """
-    _check_packages()
+    need_packages("megatoken serve", "serve", "httptools", "jinja2", "uvloop")
     keys = load_keys(options.api_key, options.api_keys)
     _check_model_files(options)
     tls_context(options.tls_certificate, options.tls_key)
@@ -92,7 +93,7 @@ class _Child:
     def stop(self) -> None:
         """Ask it to end in order."""
         with suppress(ConnectionError, OSError):
-            self.writer.write(stop_message())
+            self.writer.write(STOP)
 
     def kill(self) -> None:
         """End it at once."""
@@ -244,15 +245,14 @@ class _Supervisor:
         """Run one replica of this machine; again with --restart, once the server was ready."""
         assert self._rack is not None
         rack, slot = self._rack, self._rack.slots[number]
-        settings = ReplicaProcessSettings(
-            self._options, rack.key, str(rack.path), number, slot.threads, slot.neighbours
-        )
+        router = ReplicaSettings(str(rack.path), rack.key, number, slot.threads, slot.neighbours)
+        settings = EngineProcessSettings(self._options, router, several_tenants=False)
         gpus = rack.gpus[number * slot.gpus : (number + 1) * slot.gpus]
         environment = {VISIBLE: ",".join(gpus)} if gpus else {}
         quick = 0
         while True:
             reported: dict[str, object] = {}
-            child = await self._start("replica_process", settings, [], environment)
+            child = await self._start("engine_process", settings, [], environment)
             self._replicas[number] = child
 
             def take(message: dict[str, object], reported: dict[str, object] = reported) -> None:
@@ -282,7 +282,7 @@ class _Supervisor:
                 await asyncio.sleep(AGAIN_SECONDS * quick)
 
     async def _keep_http(self, at: int) -> None:
-        """Run one HTTP process, again and again."""
+        """Keep one HTTP process running."""
         listener = self._listeners[at]
         settings = HttpProcessSettings(self._options, self._keys, str(self._path), listener.fileno())
         quick = 0
@@ -410,15 +410,6 @@ def _check_model_files(options: ServeConfig) -> None:
 
     folder = model_folder(options.model)
     model_files(folder if folder.is_dir() else None, options)
-
-
-def _check_packages() -> None:
-    try:
-        import httptools  # noqa: F401
-        import jinja2  # noqa: F401
-        import uvloop  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"megatoken serve needs the package {error.name}; {how_to_install('serve')}") from error
 
 
 def _allow_many_files() -> None:

@@ -13,7 +13,6 @@ from megatoken.engine.config import ModelConfig, model_folder
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.tensor_files import weight_files
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import CapacityError
 from megatoken.runs.identity import ModelFiles
 from megatoken.runs.reasons import Reason, reason
 from megatoken.targets import Target
@@ -88,11 +87,7 @@ def engine_model(
 ) -> ServedModel:
     """Our own engine's model with its ``model_files``. Raises CapacityError: no prompt with an answer fits."""
     shape = source.config
-    if memory.max_length < 2:
-        raise CapacityError(
-            f"the longest sequence has {memory.max_length} token, but a prompt and its answer need at least 2; "
-            "raise engine.max_length or engine.cache_tokens"
-        )
+    memory.check_answers()
     notes = []
     if memory.max_length == shape.sliding_window:
         notes.append(reason("SLIDING_WINDOW", model=shape.name, max_length=memory.max_length))

@@ -13,15 +13,15 @@ from typing import Any
 
 from megatoken.config import RunConfig
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights, open_model
-from megatoken.engine.config import REFERENCE, EngineConfig, model_folder, sharded
+from megatoken.engine.config import EngineConfig, absolute_model, sharded
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.simulated import plan_simulation
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import UsageError
-from megatoken.rack.actor import WorkerSpec
 from megatoken.rack.cluster import Cluster, new_key
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Slot, place_replicas, place_simulated, wanted_on
+from megatoken.rack.records import WorkerSpec
 from megatoken.targets.backend import Reporter, ServedModel, engine_model, model_files, tokenizer_of
 from megatoken.targets.rack import RackTarget
 from megatoken.text import count_of
@@ -146,13 +146,9 @@ def _hold(config: RunConfig, source: Checkpoint | RandomWeights, reporter: Repor
             f"opening {config.model} in {count_of(len(slots), 'process', 'processes')} "
             f"on {count_of(len(nodes), 'node')}"
         )
-        found = cluster.start(slots, _spec(config))
-        found_hash = found[0]["content_hash"]
-        if config.rack.simulated_gpu is None and found_hash != source.content_hash:
-            raise UsageError(
-                f"the nodes' checkpoint {found_hash[:12]} is not the driver's, "
-                f"{source.content_hash[:12]}; copy the same files to every machine"
-            )
+        found = cluster.start(
+            slots, _spec(config), None if config.rack.simulated_gpu is not None else source.content_hash
+        )
         plans = [MemoryPlan(**facts["memory_plan"]) for facts in found]
         memory = min(plans, key=lambda plan: plan.max_length)
         model = engine_model(config, source, memory, model_files(config, source))
@@ -181,9 +177,8 @@ def _slots(config: RunConfig, nodes: Sequence[Node], device: str) -> list[Slot]:
 
 
 def _spec(config: RunConfig) -> WorkerSpec:
-    folder = model_folder(config.model)
     return WorkerSpec(
-        model=str(folder.absolute()) if config.model != REFERENCE and folder.is_dir() else config.model,
+        model=absolute_model(config.model),
         random_weights=config.random_weights,
         seed=config.seed,
         engine=asdict(config.engine_config()),

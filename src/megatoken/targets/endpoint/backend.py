@@ -17,16 +17,16 @@ from megatoken.engine.checkpoint import read_config
 from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.engine.request import Request
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError, UsageError, how_to_install
+from megatoken.errors import CheckpointError, UsageError, need_packages
 from megatoken.runs.reasons import reason
 from megatoken.targets.backend import Reporter, ServedModel, tokenizer_of
 from megatoken.targets.endpoint.address import Address, AnswerError, ask, read_key, trust
 from megatoken.targets.endpoint.answers import Answer, BrokenAnswerError
-from megatoken.targets.endpoint.bodies import PATHS, Api, body_of
+from megatoken.targets.endpoint.bodies import PATHS, Api, Asking, body_of
 from megatoken.targets.endpoint.observations import Observations
 from megatoken.targets.endpoint.self_test import process_capacity
 from megatoken.targets.endpoint.server_process import LOOK_SECONDS, started_server
-from megatoken.targets.endpoint.target import Asking, EndpointTarget
+from megatoken.targets.endpoint.target import EndpointTarget
 from megatoken.targets.endpoint.wire import ClientSettings
 
 FAST_SECONDS = 10.0  # within which a server that runs says what it serves
@@ -42,7 +42,7 @@ class EndpointBackend:
 
     def __init__(self, config: RunConfig, reporter: Reporter) -> None:
         """Reads addresses, key and certificates. Raises UsageError."""
-        _check_packages()
+        need_packages("--endpoint", "serve", "httptools", "uvloop")
         self._config = config
         self._reporter = reporter
         self._addresses = tuple(Address.parse(url) for url in config.endpoint.addresses)
@@ -215,33 +215,34 @@ class EndpointBackend:
 
     def _gives_ids(self, name: str) -> bool:
         try:
-            return bool(self._try(name, forces=False, ids=True).token_ids)
+            return bool(self._try(Asking(name, forces=False, ids=True)).token_ids)
         except AnswerError:
             return False
 
     def _probe(self, name: str) -> Asking:
         """Whether the server knows how to force lengths; one short answer each way."""
-        ids = self._returns_ids
+        asking = Asking(name, True, self._returns_ids)
         try:
-            self._when_ready(self._addresses[0], lambda: self._try(name, forces=True, ids=ids))
-            return Asking(name, True, ids)
+            self._when_ready(self._addresses[0], lambda: self._try(asking))
+            return asking
         except AnswerError as error:
             if error.status not in WRONG_FIELD:
                 raise UsageError(f"--endpoint {error}") from None
+        plainly = Asking(name, False, self._returns_ids)
         try:
-            self._try(name, forces=False, ids=ids)
+            self._try(plainly)
         except AnswerError as error:
             raise UsageError(f"--endpoint {error}") from None
-        return Asking(name, False, ids)
+        return plainly
 
-    def _try(self, name: str, *, forces: bool, ids: bool) -> Answer:
+    def _try(self, asking: Asking) -> Answer:
         """One short answer. Raises AnswerError."""
         prompt = "Hello"
         request: Request = Request(prompt, max_tokens=PROBE_TOKENS, ignore_end_token=True)
         if self.api == "chat":
             request = ChatRequest(prompt, max_tokens=PROBE_TOKENS, ignore_end_token=True, messages=(("user", prompt),))
         address = self._addresses[0]
-        body = body_of(request, self.api, name, stream=False, forces=forces, ids=ids)
+        body = body_of(request, self.api, asking, stream=False)
         seconds = self._config.endpoint.timeout_seconds
         path = f"{address.path}{PATHS[self.api]}"
         data = ask(address, path, key=self._key, tls=self._tls[0], seconds=seconds, body=body)
@@ -294,11 +295,3 @@ def _ids_of_text(
         return (*tokenizer.encode(text, add_special=False), *(end_token_ids[:1] if finish_reason == "stop" else ()))
 
     return ids_of
-
-
-def _check_packages() -> None:
-    try:
-        import httptools  # noqa: F401
-        import uvloop  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"--endpoint needs the package {error.name}; {how_to_install('serve')}") from error

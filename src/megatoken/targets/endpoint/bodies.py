@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatoken.datasets.requests import ChatRequest
@@ -13,21 +14,22 @@ PATHS: dict[Api, str] = {"chat": "/chat/completions", "completions": "/completio
 _LONGEST: dict[Api, str] = {"chat": "max_tokens", "completions": "max_tokens", "responses": "max_output_tokens"}
 
 
-def body_of(request: Request, api: Api, model: str, *, stream: bool, forces: bool, ids: bool) -> dict[str, Any]:
-    """The body of a request.
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How requests are put to a server."""
 
-    Args:
-        request: prompt, length and sampling.
-        api: the route.
-        model: name to ask for.
-        stream: whether the answer comes as a stream.
-        forces: whether the server knows ``ignore_eos``.
-        ids: whether to ask for the ids of the answer's tokens.
+    model: str  # name to ask for
+    forces: bool  # the server knows ``ignore_eos``
+    ids: bool  # to ask for the ids of the answer's tokens
+
+
+def body_of(request: Request, api: Api, asking: Asking, *, stream: bool) -> dict[str, Any]:
+    """The body of a request on the route ``api``; ``stream``: its answer comes as a stream.
 
     Raises:
         RequestError: the route does not take such a prompt.
     """
-    body: dict[str, Any] = {"model": model, **_prompt(request, api), _LONGEST[api]: request.max_tokens}
+    body: dict[str, Any] = {"model": asking.model, **_prompt(request, api), _LONGEST[api]: request.max_tokens}
     sampling = request.sampling
     body["temperature"] = sampling.temperature
     if sampling.temperature > 0:
@@ -40,9 +42,9 @@ def body_of(request: Request, api: Api, model: str, *, stream: bool, forces: boo
         body["stop"] = list(request.stop)
     if request.stop_token_ids:
         body["stop_token_ids"] = list(request.stop_token_ids)
-    if request.ignore_end_token and forces:
+    if request.ignore_end_token and asking.forces:
         body["ignore_eos"] = True
-    if ids:
+    if asking.ids:
         body["return_token_ids"] = True
     if stream:
         body["stream"] = True

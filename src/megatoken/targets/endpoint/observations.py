@@ -27,6 +27,7 @@ _COUNTS = {
     Flag.CUT: "CUT_ANSWERS",
     Flag.NOT_FORCED: "LENGTHS_NOT_FORCED",
     Flag.FEWER_THAN_FRAMES: "USAGE_TOO_SMALL",
+    Flag.NO_USAGE: "NO_USAGE",
 }
 _ROW = np.dtype(
     [
@@ -111,8 +112,6 @@ class Observations:
         for flag, code in _COUNTS.items():
             if count := int(((rows["flags"] & flag) != 0).sum()):
                 found.append(reason(code, answers=count, of=len(rows)))
-        if count := int(((rows["flags"] & Flag.NO_USAGE) != 0).sum()):
-            found.append(reason("NO_USAGE", answers=count, of=len(rows)))
         return found
 
     def _usage(self, texts: list[_Text]) -> list[Reason]:

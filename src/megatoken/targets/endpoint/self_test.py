@@ -22,8 +22,9 @@ from megatoken.errors import StorageError
 from megatoken.files import write_text
 from megatoken.hardware.inventory import cpu
 from megatoken.targets.endpoint.address import Address
+from megatoken.targets.endpoint.bodies import Asking
 from megatoken.targets.endpoint.observations import Observations
-from megatoken.targets.endpoint.target import Asking, EndpointTarget
+from megatoken.targets.endpoint.target import EndpointTarget
 from megatoken.targets.endpoint.wire import ClientSettings
 
 SECONDS = 0.5  # of each of the two parts

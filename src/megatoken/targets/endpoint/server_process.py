@@ -1,4 +1,4 @@
-"""A server of others that a run starts, waits for and stops; its output is kept."""
+"""A third party's server that a run starts, waits for and stops; its output is kept."""
 
 from __future__ import annotations
 

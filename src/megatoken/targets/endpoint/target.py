@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import select
 import socket
 import subprocess
@@ -21,13 +20,14 @@ import psutil
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError
+from megatoken.framing import FrameReader, first_message
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.runs.reasons import Reason
 from megatoken.targets import HasFileno, ReplicaReading, SampleEvent
 from megatoken.targets.endpoint import wire
-from megatoken.targets.endpoint.bodies import body_of
+from megatoken.targets.endpoint.bodies import Asking, body_of
 from megatoken.targets.endpoint.observations import Observations
-from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, Unpacker, pack
+from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, pack, unpack
 
 TEXTS_AT_FIRST, TEXTS_LATER = 256, 64  # the first answers keep their text, later every so many
 RECEIVE_BYTES = 1 << 20
@@ -35,15 +35,6 @@ END_SECONDS = 2.0
 SWITCH_SECONDS = 0.0002  # Python's 5 ms would hold up a request that is due while a thread writes the run folder
 _KNOWN = {"in_flight", "waiting", "output_tokens", "processed_tokens", "replicas"}  # fields that a client knows
 _encode = json.JSONEncoder(ensure_ascii=False).encode
-
-
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """How requests are put: as in ``body_of``."""
-
-    model: str
-    forces: bool
-    ids: bool
 
 
 @dataclass(slots=True)
@@ -91,16 +82,15 @@ class _Worker:
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        content = pickle.dumps(settings)
-        self.socket.sendall(len(content).to_bytes(4, "little") + content)
-        self.unpacker = Unpacker()
+        self.socket.sendall(first_message(settings))
+        self.reader = FrameReader()
         self.in_flight = 0
         self.tasks: list[tuple[Any, ...]] = []
         self.core_wait_share: float | None = None
-        self.forget()
+        self.reset_load()
 
-    def forget(self) -> None:
-        """Forgets how busy the process was."""
+    def reset_load(self) -> None:
+        """Sets back how busy the process was."""
         self.busy_share = self.loop_lag_seconds = 0.0  # the worst second
         self.looks = self.late_looks = 0  # at the clock of its loop
 
@@ -110,7 +100,7 @@ class _Worker:
             self.send(wire.SEND, self.tasks)
             self.tasks = []
 
-    def send(self, kind: str, value: Any) -> None:
+    def send(self, kind: int, value: Any) -> None:
         """Sends a message. Raises MegatokenError if the process has ended."""
         try:
             self.socket.sendall(pack(kind, value))
@@ -190,10 +180,7 @@ class EndpointTarget:
     def submit(self, sample_id: int, request: Request) -> None:
         """Queues a sample. Raises RequestError if the route does not take its prompt."""
         asking, settings = self._asking, self._settings
-        body = body_of(
-            request, settings.api, asking.model, stream=settings.stream, forces=asking.forces, ids=asking.ids
-        )
-        content = _encode(body).encode()
+        content = _encode(body_of(request, settings.api, asking, stream=settings.stream)).encode()
         forced = request.ignore_end_token and asking.forces
         self._queue.append(_Sample(sample_id, content, request.max_tokens, forced))
         if len(self._open) < self._most:
@@ -213,7 +200,7 @@ class EndpointTarget:
                 data = worker.socket.recv(RECEIVE_BYTES)
                 if not data:
                     raise worker.ended()
-                for kind, value in worker.unpacker.feed(data):
+                for kind, value in unpack(worker.reader, data):
                     self._take(worker, kind, value, events)
         return events
 
@@ -267,7 +254,7 @@ class EndpointTarget:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._retries = 0
         for worker in self._workers:
-            worker.forget()
+            worker.reset_load()
         self._losses = [one for one in self._losses if one.back_ns is None]
         for one in self._losses:
             one.moved = 0
@@ -317,7 +304,7 @@ class EndpointTarget:
         self._workers[worker].in_flight += 1
         self._workers[worker].tasks.append(tuple(Task(ticket, at, sample.body, sample.max_tokens, sample.forced, keep)))
 
-    def _take(self, worker: _Worker, kind: str, value: Any, events: list[SampleEvent]) -> None:
+    def _take(self, worker: _Worker, kind: int, value: Any, events: list[SampleEvent]) -> None:
         if kind == wire.LOAD:
             busy, lag, looks, late_looks, worker.core_wait_share = value
             worker.busy_share, worker.loop_lag_seconds = max(worker.busy_share, busy), max(worker.loop_lag_seconds, lag)

@@ -1,4 +1,4 @@
-"""Messages between a run and its client processes: a length, then a value of Python's marshal.
+"""Messages between a run and its client processes: frames with a value of Python's marshal.
 
 Both ends are processes of one interpreter on one machine, and nothing else can write to the socket.
 """
@@ -6,17 +6,16 @@ Both ends are processes of one interpreter on one machine, and nothing else can 
 from __future__ import annotations
 
 import marshal
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatoken.framing import FrameReader, frame
 from megatoken.targets.endpoint.address import Address
 from megatoken.targets.endpoint.bodies import Api
 
-_LENGTH = struct.Struct("<I")
-SEND, CANCEL, PROBE = "send", "cancel", "probe"  # to a client process: [Task], [ticket], number of a lost endpoint
-EVENTS, LOAD, METRICS, BACK = "events", "load", "metrics", "back"  # from it
+SEND, CANCEL, PROBE = range(3)  # to a client process: [Task], [ticket], number of a lost endpoint
+EVENTS, LOAD, METRICS, BACK = range(4)  # from it
 FIRST, PROGRESS, END, FAILURE = range(4)  # kinds of events, the first of their fields
 
 
@@ -84,28 +83,11 @@ class ClientSettings:
     watch_metrics: bool
 
 
-def pack(kind: str, value: Any) -> bytes:
+def pack(kind: int, value: Any) -> bytes:
     """A message."""
-    content = marshal.dumps((kind, value))
-    return _LENGTH.pack(len(content)) + content
+    return frame(kind, marshal.dumps(value))
 
 
-class Unpacker:
-    """Messages out of pieces of a stream."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[tuple[str, Any]]:
-        """The messages that are complete with ``data``."""
-        rest = self._rest
-        rest += data
-        at = 0
-        while len(rest) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(rest, at)
-            begin = at + _LENGTH.size
-            if len(rest) - begin < length:
-                break
-            at = begin + length
-            yield marshal.loads(bytes(rest[begin:at]))
-        del rest[:at]
+def unpack(reader: FrameReader, data: bytes) -> Iterator[tuple[int, Any]]:
+    """The messages that are complete with ``data``."""
+    return ((kind, marshal.loads(body)) for kind, body in reader.feed(data))

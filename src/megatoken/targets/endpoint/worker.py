@@ -6,16 +6,15 @@ import asyncio
 import gc
 import os
 import select
-import signal
 import socket
 import ssl
-import sys
 import time
 from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from megatoken.framing import FrameReader, read_settings
 from megatoken.hardware.core_wait import CoreWait
 from megatoken.targets.endpoint import wire
 from megatoken.targets.endpoint.address import cause_of, trust
@@ -23,7 +22,7 @@ from megatoken.targets.endpoint.answers import Flag
 from megatoken.targets.endpoint.bodies import PATHS
 from megatoken.targets.endpoint.connection import Connection, Exchange
 from megatoken.targets.endpoint.dialer import Dialer
-from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, Unpacker, pack
+from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, pack, unpack
 
 LOOK_SECONDS = 0.05
 LATE_SECONDS = 0.01  # after its time, a look at the clock counts as late, and so may the times of tokens be
@@ -51,7 +50,7 @@ class Client:
         self.streams = settings.stream
         self._settings = settings
         self._parent = parent
-        self._unpacker = Unpacker()
+        self._reader = FrameReader()
         self._out: list[tuple[Any, ...]] = []
         self._unsent: deque[bytes] = deque()
         self._open: dict[int, Exchange] = {}  # by ticket, oldest first
@@ -254,7 +253,7 @@ class Client:
         if not data:
             os._exit(0)
         deadline = time.monotonic() + self._settings.timeout_seconds
-        for kind, value in self._unpacker.feed(data):
+        for kind, value in unpack(self._reader, data):
             if kind == wire.PROBE:
                 self._spawn(self._probe(value))
                 continue
@@ -277,7 +276,7 @@ class Client:
             self._tell(wire.EVENTS, self._out)
             self._out = []
 
-    def _tell(self, kind: str, value: Any) -> None:
+    def _tell(self, kind: int, value: Any) -> None:
         self._unsent.append(pack(kind, value))
         if len(self._unsent) == 1:
             self._write()
@@ -405,21 +404,10 @@ def _ended(exchange: Exchange) -> Ended:
 
 
 def main() -> None:
-    """Entry of the process: the number of the parent's socket, which brings the settings."""
-    import pickle
-
+    """Entry of the process."""
     import uvloop
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    parent = socket.socket(fileno=int(sys.argv[1]))
-    with parent.makefile("rb", buffering=0) as file:
-        length = int.from_bytes(file.read(4) or b"", "little")
-        content = b""
-        while len(content) < length:
-            content += file.read(length - len(content)) or os._exit(1)
-    settings = pickle.loads(content)
-    assert isinstance(settings, ClientSettings)
+    parent, settings = read_settings(ClientSettings)
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # a collection would delay the times of what arrives meanwhile
     uvloop.run(Client(settings, parent).run())
