@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import linear as plain_linear
+from torch.nn.functional import pad
 
 from megatoken.engine.ops import native
 from megatoken.engine.ops.native import PackedWeight
@@ -18,7 +19,8 @@ from megatoken.engine.schemes.packed4 import Packed4
 MOST_TOKENS = 16
 """With more, rows are expanded to fp32 once for all tokens, a block that the cache holds at a time."""
 BLOCK_WEIGHTS = 2**17
-CHUNK = 64  # columns that the kernel takes at once
+CHUNK = 128
+"""Most columns that the kernel takes at once; weights of 64 more get columns of zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +33,27 @@ class PackedLinear:
 
 def fits(weight: Packed4) -> bool:
     """Whether the kernels can multiply this weight; they must have been compiled."""
-    if weight.group_K is not None or weight.pre_scale_K is not None or weight.columns % CHUNK:
+    if weight.group_K is not None or weight.pre_scale_K is not None or weight.columns % 64:
         return False
     group = weight.columns // weight.scale_NG.shape[1]
-    return group in (16, 32) or group % CHUNK == 0
+    return group in (16, 32, 64) or group % CHUNK == 0
 
 
 def pack(weight: Packed4, bias_N: Tensor | None) -> PackedLinear:
     """``weight`` must be one that ``fits``."""
+    codes_NB, factor_NG = weight.codes_NB, weight.factors()
     zero_NG = None if weight.zero_NG is None else weight.zero_NG.float()
-    return PackedLinear(PackedWeight(weight.codes_NB, weight.factors(), zero_NG, weight.kind == "e2m1"), bias_N)
+    if more := -weight.columns % CHUNK:
+        groups = more * factor_NG.shape[1] // weight.columns
+        codes_NB, factor_NG = pad(codes_NB, (0, more // 2)), pad(factor_NG, (0, groups))
+        zero_NG = None if zero_NG is None else pad(zero_NG, (0, groups))
+    return PackedLinear(PackedWeight(codes_NB, factor_NG, zero_NG, weight.kind == "e2m1"), bias_N)
 
 
 def product(x_TD: Tensor, linear: PackedLinear) -> Tensor:
     """``x W^T + b``, summed in fp32 and rounded once to the type of ``x``."""
-    x, weight = x_TD.float().contiguous(), linear.weight
+    weight, columns = linear.weight, x_TD.shape[1]
+    x = pad(x_TD.float(), (0, weight.columns - columns)).contiguous()
     if len(x) <= MOST_TOKENS:
         y_TN = native.packed_product(x, weight)
     else:

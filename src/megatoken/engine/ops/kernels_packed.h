@@ -1,33 +1,44 @@
-// Products with four-bit weights that stay packed in memory, for kernels.cpp: AVX2.
+// Products with four-bit weights that stay packed in memory, for kernels.cpp: AVX2, faster with AVX-512 VNNI.
 //
 // A weight [N, K] has two codes to a byte, the even column in the low bits, a factor for each group of columns, and for
 // integers a zero. Codes become unsigned bytes: integers as they are, e2m1 numbers twice their value plus 12. Inputs
-// become integers of 16 bits with a scale for each block of columns, in two bytes, so that one instruction multiplies 32
-// weights by 32 inputs; sums of a block are exact. The error is that of the input's 16 bits, far below bf16's 8.
+// become integers of 16 bits with a scale for each chunk of columns, in two bytes, so that one instruction multiplies a
+// vector of weights by one of inputs; sums of a chunk are exact. The error is that of the input's 16 bits, far below
+// bf16's 8.
 //
-// A chunk is 64 columns, 32 bytes of codes: their low halves are the even columns, their high halves the odd ones. Lane j
-// of a chunk's sums covers columns 8 j to 8 j + 7, so groups of 16 and 32 columns are whole lanes.
+// A chunk is one vector of codes: their low halves are the even columns, their high halves the odd ones. Lane j of a
+// chunk's sums covers columns 8 j to 8 j + 7, so groups of 16, 32 and 64 columns are whole lanes.
 
 #ifndef MEGATOKEN_KERNELS_PACKED_H
 #define MEGATOKEN_KERNELS_PACKED_H
 
-#include <cmath>
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <vector>
-
-#include "kernels_vectors.h"
 
 #ifdef __AVX2__
 #include <immintrin.h>
 
 namespace packed {
 
-constexpr int kChunk = 64;           // columns
-constexpr int kBlock = 128;          // most columns whose sums fit in 16 bits: 4 pairs of products below 2 * 24 * 128
-constexpr int kPlanes = 4 * 32;      // bytes of a chunk's inputs: high and low bytes, each of even and of odd columns
-constexpr int kSums = 8;            // lanes
-constexpr int kMostTogether = 4;     // rows times tokens whose sums fit in the registers
+#ifdef __AVX512BW__
+constexpr int kBytes = 64;          // of a vector
+constexpr int kMostTogether = 16;   // rows times tokens whose sums stay in registers
+#else
+constexpr int kBytes = 32;
+constexpr int kMostTogether = 4;
+#endif
+constexpr int kLanes = kBytes / 4;
+constexpr int kChunk = 2 * kBytes;    // columns
+constexpr int kPlanes = 4;            // of a chunk's inputs: high bytes of even and odd columns, low bytes of them
+constexpr int kMostRows = 4;          // of the weight at once
 constexpr float kLargest = 32512.0f;  // so that the high byte, rounded to the nearest, is at most 127
 constexpr float kE2m1Zero = 12, kE2m1Unit = 0.5f, kInt4Zero = 8;
+
+typedef uint8_t Bytes __attribute__((vector_size(kBytes)));
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef int32_t Ints __attribute__((vector_size(kBytes)));
 
 struct Weight {
     const uint8_t *codes;
@@ -36,127 +47,168 @@ struct Weight {
     int group;
     bool e2m1;
 
-    int64_t block() const { return group % kBlock == 0 ? kBlock : kChunk; }
-    int64_t blocks() const { return columns / block(); }
+    int64_t chunks() const { return columns / kChunk; }
 };
 
 // Inputs of one token.
 struct Inputs {
-    const uint8_t *planes;  // [K / 64, 128]
-    const float *scales;    // [blocks]
-    const float *sums;      // [blocks, 8]: of the integers, by lane
+    const uint8_t *planes;  // [chunks, 4, kBytes]
+    const float *scales;    // [chunks]
+    const float *sums;      // [chunks, kLanes]: of the integers, by lane
 };
 
-inline __m256i low_codes(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+template <typename Vector, typename T> inline Vector vector_at(const T *from) {
+    Vector value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
 
-template <bool E2m1> inline __m256i unsigned_values(__m256i codes) {
+// The codes of even and of odd columns.
+inline void split(const uint8_t *from, Bytes &even, Bytes &odd) {
+#ifdef __AVX512BW__
+    const __m512i both = _mm512_loadu_si512(from), low = _mm512_set1_epi8(15);
+    even = (Bytes)_mm512_and_si512(both, low), odd = (Bytes)_mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+#else
+    const __m256i both = _mm256_loadu_si256((const __m256i *)from), low = _mm256_set1_epi8(15);
+    even = (Bytes)_mm256_and_si256(both, low), odd = (Bytes)_mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+#endif
+}
+
+template <bool E2m1> inline Bytes unsigned_values(Bytes codes) {
     if constexpr (!E2m1) return codes;
-    const __m256i values = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    return _mm256_shuffle_epi8(values, codes);
+    const __m128i values = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+#ifdef __AVX512BW__
+    return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)codes);
+#else
+    return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)codes);
+#endif
 }
 
-inline __m256i plane(const uint8_t *planes, int which) {
-    return _mm256_load_si256((const __m256i *)(planes + 32 * which));
+// In each lane the sum of eight products: four even bytes times their inputs, which are signed, and four odd ones.
+inline Ints products(Bytes even, Bytes odd, const uint8_t *even_inputs, const uint8_t *odd_inputs) {
+#ifdef __AVX512VNNI__
+    const __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), (__m512i)even, vector_at<__m512i>(even_inputs));
+    return (Ints)_mm512_dpbusd_epi32(sums, (__m512i)odd, vector_at<__m512i>(odd_inputs));
+#elif defined(__AVX512BW__)  // four products of at most 24 * 128 fit in 16 bits
+    const __m512i first = _mm512_maddubs_epi16((__m512i)even, vector_at<__m512i>(even_inputs));
+    const __m512i second = _mm512_maddubs_epi16((__m512i)odd, vector_at<__m512i>(odd_inputs));
+    return (Ints)_mm512_madd_epi16(_mm512_add_epi16(first, second), _mm512_set1_epi16(1));
+#else
+    const __m256i first = _mm256_maddubs_epi16((__m256i)even, vector_at<__m256i>(even_inputs));
+    const __m256i second = _mm256_maddubs_epi16((__m256i)odd, vector_at<__m256i>(odd_inputs));
+    return (Ints)_mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
+#endif
 }
 
-// Numbers of a row's groups for each lane of a chunk, from that of the chunk's first column on.
-inline __m256 of_lanes(const float *groups, int group) {
-    if (group >= kChunk) return _mm256_set1_ps(*groups);
-    __m128i some = group == 32 ? _mm_loadl_epi64((const __m128i *)groups) : _mm_loadu_si128((const __m128i *)groups);
-    __m256i lanes = group == 32 ? _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1) : _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
-    return _mm256_permutevar8x32_ps(_mm256_castsi256_ps(_mm256_castsi128_si256(some)), lanes);
+inline Floats to_floats(Ints integers) {
+#ifdef __AVX512BW__
+    return (Floats)_mm512_cvtepi32_ps((__m512i)integers);
+#else
+    return (Floats)_mm256_cvtepi32_ps((__m256i)integers);
+#endif
 }
 
-inline float sum(__m256 lanes) {
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-}
+// How a row's groups cover the lanes of its chunks.
+struct Groups {
+    int step, chunks;       // groups that begin in a chunk, chunks of a group
+    Ints of_lane, begins;   // the group of each lane, counted from the chunk's first; -1 in as many lanes as groups begin
+
+    explicit Groups(int group) : step(std::max(1, kChunk / group)), chunks(std::max(1, group / kChunk)) {
+        for (int lane = 0; lane < kLanes; ++lane) of_lane[lane] = lane * step / kLanes, begins[lane] = -(lane < step);
+    }
+
+    // Numbers of groups for each lane of a chunk, from that of the chunk's first column on.
+    Floats spread(const float *numbers) const {
+#ifdef __AVX512BW__
+        const __m512 some = _mm512_maskz_loadu_ps(_mm512_movepi32_mask((__m512i)begins), numbers);
+        return (Floats)_mm512_permutexvar_ps((__m512i)of_lane, some);
+#else
+        return (Floats)_mm256_permutevar8x32_ps(_mm256_maskload_ps(numbers, (__m256i)begins), (__m256i)of_lane);
+#endif
+    }
+};
 
 // Rows of the weight from `row` times the inputs of some tokens, into out [tokens, N].
 template <bool E2m1, int Rows, int Tokens>
-inline void dots(float *out, const Inputs *inputs, const Weight &weight, int64_t row) {
-    const int64_t groups = weight.columns / weight.group, row_bytes = weight.columns / 2;
-    const int64_t chunks = weight.block() / kChunk;                               // of a block
-    const int64_t step = weight.group < kChunk ? kChunk / weight.group : 1;       // groups that share a block
-    const int64_t blocks = weight.group < kChunk ? 1 : weight.group / weight.block();  // of a group
-    const __m256i ones = _mm256_set1_epi16(1), high_unit = _mm256_set1_epi16(256);
-    const __m256 same_zero = _mm256_set1_ps(E2m1 ? kE2m1Zero : kInt4Zero);
-    __m256 total[Rows][Tokens];
-    for (int r = 0; r < Rows; ++r)
-        for (int t = 0; t < Tokens; ++t) total[r][t] = _mm256_setzero_ps();
-    for (int64_t group = 0, block = 0; group < groups; group += step)
-        for (int64_t end = block + blocks; block < end; ++block) {
-            __m256i high[Rows][Tokens], low[Rows][Tokens];
-            for (int r = 0; r < Rows; ++r)
-                for (int t = 0; t < Tokens; ++t) high[r][t] = low[r][t] = _mm256_setzero_si256();
-            for (int64_t chunk = block * chunks; chunk < (block + 1) * chunks; ++chunk)
-                for (int r = 0; r < Rows; ++r) {
-                    const uint8_t *at = weight.codes + (row + r) * row_bytes + chunk * (kChunk / 2);
-                    __m256i bytes = _mm256_loadu_si256((const __m256i *)at);
-                    __m256i even = unsigned_values<E2m1>(low_codes(bytes));
-                    __m256i odd = unsigned_values<E2m1>(low_codes(_mm256_srli_epi16(bytes, 4)));
-                    for (int t = 0; t < Tokens; ++t) {
-                        const uint8_t *x = inputs[t].planes + chunk * kPlanes;
-                        __m256i first = _mm256_maddubs_epi16(even, plane(x, 0));
-                        __m256i second = _mm256_maddubs_epi16(odd, plane(x, 1));
-                        high[r][t] = _mm256_add_epi16(high[r][t], _mm256_add_epi16(first, second));
-                        first = _mm256_maddubs_epi16(even, plane(x, 2));
-                        second = _mm256_maddubs_epi16(odd, plane(x, 3));
-                        low[r][t] = _mm256_add_epi16(low[r][t], _mm256_add_epi16(first, second));
-                    }
-                }
-            for (int r = 0; r < Rows; ++r) {
-                const int64_t at = (row + r) * groups + group;
-                __m256 factor = of_lanes(weight.factors + at, weight.group);
-                __m256 zero = weight.zeros ? of_lanes(weight.zeros + at, weight.group) : same_zero;
-                for (int t = 0; t < Tokens; ++t) {
-                    __m256i both = _mm256_add_epi32(_mm256_madd_epi16(high[r][t], high_unit),
-                                                    _mm256_madd_epi16(low[r][t], ones));
-                    __m256 products = _mm256_fnmadd_ps(zero, _mm256_loadu_ps(inputs[t].sums + block * kSums),
-                                                       _mm256_cvtepi32_ps(both));
-                    __m256 scale = _mm256_mul_ps(factor, _mm256_set1_ps(inputs[t].scales[block]));
-                    total[r][t] = _mm256_fmadd_ps(products, scale, total[r][t]);
-                }
+inline void dots(float *out, const Inputs *inputs, const Weight &weight, const Groups &groups, int64_t row) {
+    const int64_t row_groups = weight.columns / weight.group, row_bytes = weight.columns / 2;
+    const Floats same_zero = Floats{} + (E2m1 ? kE2m1Zero : kInt4Zero);
+    const uint8_t *codes = weight.codes + row * row_bytes;
+    Floats sums[Rows][Tokens] = {};
+    int64_t group = row * row_groups;
+    int inside = 0;  // chunks of the group that are done
+    for (int64_t chunk = 0; chunk < weight.chunks(); ++chunk, codes += kBytes) {
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) {
+            __builtin_prefetch(codes + (Rows + r) * row_bytes);
+            Bytes even, odd;
+            split(codes + r * row_bytes, even, odd);
+            even = unsigned_values<E2m1>(even), odd = unsigned_values<E2m1>(odd);
+            const Floats factor = groups.spread(weight.factors + group + r * row_groups);
+            const Floats zero = weight.zeros ? groups.spread(weight.zeros + group + r * row_groups) : same_zero;
+#pragma GCC unroll 4
+            for (int t = 0; t < Tokens; ++t) {
+                const uint8_t *x = inputs[t].planes + chunk * kPlanes * kBytes;
+                const Ints high = products(even, odd, x, x + kBytes);
+                const Ints whole = (high << 8) + products(even, odd, x + 2 * kBytes, x + 3 * kBytes);
+                const Floats exact = to_floats(whole) - zero * vector_at<Floats>(inputs[t].sums + chunk * kLanes);
+                sums[r][t] += exact * (factor * inputs[t].scales[chunk]);
             }
         }
+        if (++inside == groups.chunks) group += groups.step, inside = 0;
+    }
+#pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r)
-        for (int t = 0; t < Tokens; ++t) out[t * weight.rows + row + r] = sum(total[r][t]);
+#pragma GCC unroll 4
+        for (int t = 0; t < Tokens; ++t) {
+            float total = 0;
+            for (int lane = 0; lane < kLanes; ++lane) total += sums[r][t][lane];
+            out[t * weight.rows + row + r] = total;
+        }
 }
 
 template <bool E2m1, int Tokens>
 void some_tokens(float *out, const Inputs *inputs, const Weight &weight, int threads) {
-    constexpr int rows = kMostTogether / Tokens;
+    constexpr int rows = std::min(kMostRows, kMostTogether / Tokens);
+    const Groups groups(weight.group);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < weight.rows; row += rows) {
         if (row + rows <= weight.rows)
-            dots<E2m1, rows, Tokens>(out, inputs, weight, row);
+            dots<E2m1, rows, Tokens>(out, inputs, weight, groups, row);
         else
-            for (int64_t last = row; last < weight.rows; ++last) dots<E2m1, 1, Tokens>(out, inputs, weight, last);
+            for (int64_t last = row; last < weight.rows; ++last) dots<E2m1, 1, Tokens>(out, inputs, weight, groups, last);
     }
 }
 
-// The integers of one token. An input that is not finite makes its block's scale so.
-inline void to_integers(uint8_t *planes, float *scales, float *sums, const float *x, const Weight &weight) {
-    const int64_t columns = weight.block();
-    for (int64_t block = 0; block < weight.blocks(); ++block, x += columns) {
-        float largest = 0, wrong = 0;
-        for (int64_t at = 0; at < columns; ++at) {
-            largest = std::fabs(x[at]) > largest ? std::fabs(x[at]) : largest;
-            wrong += x[at] * 0.0f;
+// The integers of a chunk of one token, and its scale. An input that is not finite makes the scale so.
+inline void to_integers(uint8_t *planes, float *scale, float *sums, const float *x, bool e2m1) {
+    constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: the bits of a sum with it end in the other's nearest integer
+    int32_t largest_bits = 0, integers[kChunk];
+    for (int at = 0; at < kChunk; ++at) {
+        int32_t bits;
+        std::memcpy(&bits, x + at, sizeof bits);
+        largest_bits = std::max(largest_bits, bits & 0x7fffffff);
+    }
+    float largest;
+    std::memcpy(&largest, &largest_bits, sizeof largest);
+    const bool finite = largest_bits < 0x7f800000;
+    *scale = finite ? largest / kLargest * (e2m1 ? kE2m1Unit : 1) : largest * 0.0f;
+    const float each = finite && largest > 0 ? kLargest / largest : 0;
+    for (int at = 0; at < kChunk; ++at) {
+        const float rounded = (finite ? x[at] : 0) * each + rounder;
+        std::memcpy(integers + at, &rounded, sizeof rounded);
+        integers[at] -= 0x4b400000;
+    }
+    for (int at = 0; at < kBytes; ++at)
+        for (int odd = 0; odd < 2; ++odd) {
+            const int32_t whole = integers[2 * at + odd], high = (whole + 128) >> 8;
+            planes[odd * kBytes + at] = (uint8_t)high;
+            planes[(2 + odd) * kBytes + at] = (uint8_t)(whole - high * 256);
         }
-        scales[block] = largest / kLargest * (weight.e2m1 ? kE2m1Unit : 1) + wrong;
-        const float each = largest > 0 && wrong == 0 ? kLargest / largest : 0;
-        int32_t lanes[kSums] = {};
-        for (int64_t at = 0; at < columns; ++at) {
-            int32_t whole = wrong == 0 ? (int32_t)std::lrintf(x[at] * each) : 0, high = (whole + 128) >> 8;
-            uint8_t *to = planes + (block * columns + at) / kChunk * kPlanes + at % 2 * 32 + at % kChunk / 2;
-            to[0] = (uint8_t)high;
-            to[64] = (uint8_t)(whole - high * 256);
-            lanes[at % kChunk / kSums] += whole;
-        }
-        for (int lane = 0; lane < kSums; ++lane) sums[block * kSums + lane] = (float)lanes[lane];
+    for (int lane = 0; lane < kLanes; ++lane) {
+        int32_t sum = 0;
+        for (int at = 0; at < kChunk / kLanes; ++at) sum += integers[lane * (kChunk / kLanes) + at];
+        sums[lane] = (float)sum;
     }
 }
 
@@ -174,17 +226,16 @@ template <bool E2m1> void product(float *out, const Inputs *inputs, int tokens, 
 
 // out [tokens, N] = x [tokens, K] times the weight.
 inline void product(float *out, const float *x, int tokens, const Weight &weight, int threads) {
-    const int64_t bytes = weight.columns / kChunk * kPlanes, blocks = weight.blocks();
-    std::vector<float> scales(tokens * blocks), sums(tokens * blocks * kSums);
-    std::vector<uint8_t> room(tokens * bytes + 31);
-    uint8_t *planes = (uint8_t *)(((uintptr_t)room.data() + 31) / 32 * 32);
-    std::vector<Inputs> inputs(tokens);
+    const int64_t chunks = weight.chunks(), count = tokens * chunks;
+    std::vector<float> scales(count), sums(count * kLanes);
+    std::vector<uint8_t> room((count * kPlanes + 1) * kBytes);
+    uint8_t *planes = (uint8_t *)(((uintptr_t)room.data() + kBytes - 1) / kBytes * kBytes);
 #pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 1)
-    for (int t = 0; t < tokens; ++t) {
-        inputs[t] = {planes + t * bytes, scales.data() + t * blocks, sums.data() + t * blocks * kSums};
-        to_integers(planes + t * bytes, scales.data() + t * blocks, sums.data() + t * blocks * kSums,
-                    x + t * weight.columns, weight);
-    }
+    for (int64_t at = 0; at < count; ++at)
+        to_integers(planes + at * kPlanes * kBytes, &scales[at], &sums[at * kLanes], x + at * kChunk, weight.e2m1);
+    std::vector<Inputs> inputs(tokens);
+    for (int64_t t = 0; t < tokens; ++t)
+        inputs[t] = {planes + t * chunks * kPlanes * kBytes, &scales[t * chunks], &sums[t * chunks * kLanes]};
     weight.e2m1 ? product<true>(out, inputs.data(), tokens, weight, threads)
                 : product<false>(out, inputs.data(), tokens, weight, threads);
 }

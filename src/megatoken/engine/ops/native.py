@@ -246,11 +246,11 @@ def has_packed() -> bool:
 
 
 def packed_product(x_TD: Tensor, weight: PackedWeight) -> Tensor:
-    """``x W^T`` in fp32 -> [T, N]; needs ``has_packed``. Inputs are rounded to 16 bits of the largest of their block.
+    """``x W^T`` in fp32 -> [T, N]; needs ``has_packed``. Inputs are rounded to 16 bits of the largest of 128 or 64.
 
     Args:
-        x_TD: fp32. K is a multiple of 64.
-        weight: groups of 16 or 32 columns, or of a multiple of 64.
+        x_TD: fp32. K is a multiple of 128.
+        weight: groups of 16, 32 or 64 columns, or of a multiple of 128.
 
     Raises:
         TypeError: an operand has another dtype, shape or layout.
