@@ -1,5 +1,6 @@
 """What aggregate and compare are given, resolved: run folders and their repeats, logs, ids, accelerators, claims."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,3 +101,19 @@ def test_a_folder_of_runs_is_repeats(tmp_path):
 def test_references_that_are_none(reference, words):
     with pytest.raises(UsageError, match=words):
         comparison_entry(reference, read, **WHICH)
+
+
+@pytest.mark.parametrize(("folder", "accelerators"), [("rack", 72), ("rack_1", 4), ("rack2", None)])
+def test_logs_have_the_description_next_to_the_results(tmp_path, folder, accelerators):
+    logs = tmp_path / "results" / folder / "llama2-70b-99" / "Offline"
+    logs.mkdir(parents=True)
+    (tmp_path / "systems").mkdir()
+    values = {"accelerator_model_name": "GB300", "accelerators_per_node": 4, "number_of_nodes": 18}
+    (tmp_path / "systems" / "rack.json").write_text(json.dumps(values))
+    (tmp_path / "systems" / "no.json").write_text("{")
+    of_all = azure_evidence()
+    found = comparison_entry(
+        str(logs), lambda path: replace(of_all, root=str(path), runs=of_all.runs[:1], systems=()), **WHICH
+    )
+    assert found.accelerators == accelerators
+    assert found.accelerator == ("GB300" if accelerators else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -37,7 +36,7 @@ from megatoken.audit.checks.submission import (
     system_folders,
 )
 from megatoken.audit.discovery import Tree, below, runs_in, walk
-from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in, user_conf_of
+from megatoken.audit.documents import accuracy_results_in, configurations_in, named_system, systems_in, user_conf_of
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, places
 from megatoken.audit.examine import Job
@@ -299,10 +298,8 @@ def _together(evidence: Evidence) -> Aggregate | None:
 def _system_path(run: RunFiles, systems: Sequence[System]) -> str | None:
     """The description named like the run's system folder, else one whose name it begins with, else the only one."""
     own = [system for system in systems if run.submitter is None or f"/{run.submitter}/" in f"/{system.path}"]
-    named = run.system or ""
-    begun = [one for one in own if named and re.match(rf"{re.escape(one.name)}(?![A-Za-z0-9])", named)]
-    if begun:
-        return max(begun, key=lambda system: len(system.name)).path  # the longest is the whole name, if one is
+    if (named := named_system(run.system or "", own)) is not None:
+        return named.path
     return own[0].path if len(own) == 1 and run.submitter is None else None
 
 

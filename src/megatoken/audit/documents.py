@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -72,6 +74,31 @@ def systems_in(tree: Tree, folders: Collection[str]) -> tuple[list[System], list
     mine = [path for path in paths if path.rpartition("/")[0] in folders] if folders else paths
     documents, damages = json_documents(tree, mine)
     return [System(one.path, one.values, one.source_lines) for one in documents.values()], damages
+
+
+def named_system(name: str, systems: Sequence[System]) -> System | None:
+    """The description named like the system folder ``name``, else the longest name that ``name`` begins with."""
+    begun = [one for one in systems if name and re.match(rf"{re.escape(one.name)}(?![A-Za-z0-9])", name)]
+    return max(begun, key=lambda system: len(system.name), default=None)
+
+
+def system_beside(folder: Path) -> System | None:
+    """The description in ``systems`` next to the last ``results`` that ``folder`` lies in; None if none fits.
+
+    Of a folder whose name only begins with the system's, which is that of one node, it describes that node.
+    """
+    parts = folder.resolve().parts
+    if "results" not in parts[:-1]:
+        return None
+    level = len(parts) - parts[:-1][::-1].index("results") - 1
+    systems = []
+    for file in sorted(Path(*parts[: level - 1], "systems").glob("*.json")):
+        with suppress(UnreadableError):
+            values, lines, _ = read_json_object(file)
+            systems.append(System(display(str(file)), values, lines))
+    system = named_system(parts[level], systems)
+    one_node = system is not None and system.name != parts[level]
+    return replace(system, values={**system.values, "number_of_nodes": 1}) if system and one_node else system
 
 
 def configurations_in(tree: Tree) -> list[Configuration]:
