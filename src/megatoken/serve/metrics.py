@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatoken.engine.state import ReplicaState
 from megatoken.serve.messages import EngineSizes
 
-_SECONDS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
-_REQUEST_SECONDS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
-)
-_TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
-_ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
-_STEP_TOKENS = tuple(float(2**power) for power in range(15))
-QUEUE = "queue"  # label of what is in front of all engines of a rack
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": (_SECONDS, "Arrival of a request to its first token."),
-    "inter_token_latency_seconds": (_TOKEN_SECONDS, "Time between two tokens of one answer."),
-    "e2e_request_latency_seconds": (_REQUEST_SECONDS, "Arrival of a request to its end."),
-    "request_queue_time_seconds": (_REQUEST_SECONDS, "Arrival of a request to its hand-over to the engine."),
-    "request_inference_time_seconds": (_REQUEST_SECONDS, "Hand-over of a request to its end."),
-    "request_prefill_time_seconds": (_REQUEST_SECONDS, "Hand-over of a request to its first token."),
-    "request_decode_time_seconds": (_REQUEST_SECONDS, "First token of a request to its end."),
-    "request_prompt_tokens": (_TOKENS, "Prompt tokens of a request."),
-    "request_generation_tokens": (_TOKENS, "Generated tokens of a request."),
-    "request_params_max_tokens": (_TOKENS, "Most tokens that a request asked for."),
-    "request_params_n": (_ANSWERS, "Answers to each prompt that a request asked for."),
-    "iteration_tokens_total": (_STEP_TOKENS, "Tokens that one step computed."),
+_TABLE = json.loads((Path(__file__).parents[1] / "data" / "serve_metrics.json").read_text(encoding="utf-8"))
+_SECONDS: Sequence[float] = _TABLE["bounds"]["seconds"]
+_HISTOGRAMS: Mapping[str, tuple[Sequence[float], str]] = {  # bounds and help text by name
+    name: (_TABLE["bounds"][bounds], text) for name, (bounds, text) in _TABLE["histograms"].items()
 }
+QUEUE = "queue"  # label of what is in front of all engines of a rack
 
 
 @dataclass(slots=True)
