@@ -219,23 +219,22 @@ def _compressed_layout(group: Keys, keys: Keys) -> Layout:
 
 
 def _check_four_bits(weights: Keys, block: int, strategy: str) -> None:
-    if weights.get("num_bits") != 4:
-        raise weights.refuse("num_bits", SUPPORTED)
-    if weights.get("type", "int") != "float":
-        raise weights.refuse("type", SUPPORTED)
-    if weights.get("symmetric", True) is not True:
-        raise weights.refuse("symmetric", SUPPORTED)
+    _expect(weights, num_bits=(4, None), type=("float", "int"), symmetric=(True, True))
     if weights.get("group_size") != block:
         raise weights.refuse("group_size", f"expected {block}; {SUPPORTED}")
-    if weights.get("strategy", strategy) != strategy:
-        raise weights.refuse("strategy", SUPPORTED)
+    _expect(weights, strategy=(strategy, strategy))
+
+
+def _expect(keys: Keys, **expected: tuple[object, object]) -> None:
+    """Refuse another value of a key than the first of its pair; the second is what an absent key means."""
+    for key, (wanted, default) in expected.items():
+        value = keys.get(key, default)
+        if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):
+            raise keys.refuse(key, SUPPORTED)
 
 
 def _packed_int4(weights: Keys) -> PackedInt4Layout:
-    if weights.get("num_bits") != 4:
-        raise weights.refuse("num_bits", SUPPORTED)
-    if weights.get("type", "int") != "int":
-        raise weights.refuse("type", SUPPORTED)
+    _expect(weights, num_bits=(4, None), type=("int", "int"))
     if weights.boolean("dynamic"):
         raise weights.refuse("dynamic", f"expected scales in the files; {SUPPORTED}")
     symmetric = weights.get("symmetric")
@@ -277,12 +276,7 @@ def _static_strategy(arguments: Keys, *supported: str) -> str:
 
 def _e4m3_strategy(arguments: Keys, *supported: str) -> str:
     """What shares one scale, from compressed-tensors' arguments of a quantization, which must be to e4m3."""
-    if arguments.get("num_bits", 8) != 8:
-        raise arguments.refuse("num_bits", SUPPORTED)
-    if arguments.get("type") != "float":
-        raise arguments.refuse("type", SUPPORTED)
-    if arguments.get("symmetric", True) is not True:
-        raise arguments.refuse("symmetric", SUPPORTED)
+    _expect(arguments, num_bits=(8, 8), type=("float", None), symmetric=(True, True))
     strategy = arguments.get("strategy")
     if strategy is None and arguments.get("group_size") is None:
         strategy = "tensor"
