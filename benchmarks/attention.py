@@ -24,22 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_measuring import report, require_gpu, write_report
+from gpu_measuring import copy_gigabytes_per_second, graph_microseconds, report, require_gpu, write_report
 from megatoken.datasets.lengths import LLAMA2_70B_LENGTHS
 from megatoken.engine.ops import paged_attention, prompt_attention
 from megatoken.engine.ops.paged_attention import DecodeConfig
 from megatoken.engine.ops.prompt_attention import GATHERED_CHUNKS, PAGED_CHUNKS, ChunkConfig
 from megatoken.errors import MegatokenError
 from megatoken.hardware.power import PowerSampler
-from megatoken.hardware.qualify.gpu_timing import (
-    BF16,
-    DEVICE,
-    E4M3,
-    copy_gigabytes_per_second,
-    device_uuid,
-    gaussian,
-    graph_microseconds,
-)
+from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, device_uuid, gaussian
 from xqa import XqaBuffers, xqa_available, xqa_decode
 
 KV_HEADS, HEAD_DIM = 8, 128

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from gpu_measuring import report, require_gpu, write_report
+from gpu_measuring import graph_microseconds, report, require_gpu, write_report
 from megatoken.engine.ops import fused
 from megatoken.engine.parallel import RankGroup
 from megatoken.errors import MegatokenError
-from megatoken.hardware.qualify.gpu_timing import BF16, graph_microseconds
+from megatoken.hardware.qualify.gpu_timing import BF16
 
 ROWS = (16, 64, 256, 512, 1024, 1536, 2048)
 

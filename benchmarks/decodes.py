@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from gpu_measuring import report, require_gpu, write_report
+from gpu_measuring import copy_gigabytes_per_second, report, require_gpu, write_report
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import SHAPES
 from megatoken.engine.memory import bytes_per_token
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import MegatokenError
-from megatoken.hardware.qualify.gpu_timing import copy_gigabytes_per_second
 
 ROWS = (1, 4, 16, 64, 128, 256)
 ANSWER_TOKENS = 96

@@ -22,23 +22,14 @@ from torch import Tensor
 from triton import OutOfResources
 
 from gemm import peak_teraflops
-from gpu_measuring import report, require_gpu, write_report
+from gpu_measuring import copy_gigabytes_per_second, graph_microseconds, report, require_gpu, write_report
 from megatoken.engine.config import ClampedSwiglu, ExpertsConfig, gpt_oss_experts
 from megatoken.engine.ops.cuda_experts import Experts, ExpertWeights
 from megatoken.engine.ops.grouped_product import TileConfig, grouped_product, tile_config
 from megatoken.engine.ops.routing_kernels import route
 from megatoken.errors import MegatokenError
 from megatoken.hardware.power import PowerSampler
-from megatoken.hardware.qualify.gpu_timing import (
-    DEVICE,
-    E4M3_SPREAD,
-    copy_gigabytes_per_second,
-    device_uuid,
-    gaussian,
-    gaussian_e4m3,
-    graph_microseconds,
-    repeat_for,
-)
+from megatoken.hardware.qualify.gpu_timing import DEVICE, E4M3_SPREAD, device_uuid, gaussian, gaussian_e4m3, repeat_for
 
 PRECISIONS = ("fp8", "bf16")
 LAYERS = 2

@@ -17,20 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_measuring import report, require_gpu, write_report
+from gpu_measuring import copy_gigabytes_per_second, graph_microseconds, report, require_gpu, write_report
 from megatoken.engine.config import RopeConfig
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import fused, tokens
 from megatoken.errors import MegatokenError
 from megatoken.hardware.power import PowerSampler
-from megatoken.hardware.qualify.gpu_timing import (
-    DEVICE,
-    E4M3,
-    copy_gigabytes_per_second,
-    device_uuid,
-    gaussian,
-    graph_microseconds,
-)
+from megatoken.hardware.qualify.gpu_timing import DEVICE, E4M3, device_uuid, gaussian
 
 ROWS = (64, 256, 512, 1024, 1536, 2048, 4096)
 FEW_ROWS = (512, 1536, 4096)

@@ -21,19 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_measuring import report, require_gpu, write_report
+from gpu_measuring import copy_gigabytes_per_second, graph_microseconds, report, require_gpu, write_report
 from gpu_trace import traced
 from megatoken.engine.config import SHAPES
 from megatoken.errors import MegatokenError
 from megatoken.hardware.power import Power, PowerSampler
 from megatoken.hardware.qualify.gpu_products import Weights
-from megatoken.hardware.qualify.gpu_timing import (
-    DEVICE,
-    copy_gigabytes_per_second,
-    device_uuid,
-    graph_microseconds,
-    repeat_for,
-)
+from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, repeat_for
 from megatoken.hardware.qualify.shapes import Product, bound_seconds, products_of
 
 SCALINGS = ("tensor", "row", "bf16")

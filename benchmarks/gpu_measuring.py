@@ -1,16 +1,18 @@
-"""What the GPU benchmarks share: facts of the device, ceilings, result files.
+"""What the GPU benchmarks share: facts of the device, CUDA graphs, ceilings, result files.
 
-Values and timing are those of ``megatoken.hardware.qualify.gpu_timing``.
+Values and events are those of ``megatoken.hardware.qualify.gpu_timing``.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,9 +25,10 @@ from megatoken.engine.runner import ModelRunner
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import CapacityError
 from megatoken.hardware.inventory import take_inventory
-from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gaussian, gaussian_e4m3, repeat_for
+from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gaussian, gaussian_e4m3, repeat_for, timing_event
 
 PRODUCT_SIDE = 8192
+COPY_BYTES = 2**32
 FACTS = (
     "name",
     "driver_version",
@@ -51,6 +54,51 @@ def require_gpu() -> None:
         raise CapacityError(f"this benchmark needs a GPU: {obstacle}")
     torch.cuda.set_device(DEVICE)
     torch.manual_seed(0)
+
+
+def graph_microseconds(launch: Callable[[int], Any], sets: int, launches: int = 16) -> float:
+    """Median over replays of a CUDA graph of the mean time of a launch: the device's alone, gaps included.
+
+    Args:
+        launch: takes the number of an input set; what it returns has memory of its own.
+        sets: of inputs, visited in turn.
+        launches: fewest in the graph.
+    """
+    launch(0)
+    graph = torch.cuda.CUDAGraph()
+    count = sets * max(launches // sets, 1)
+    with torch.cuda.graph(graph):
+        results = [launch(number % sets) for number in range(count)]
+    graph.replay()
+    events = [timing_event() for _ in range(8)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    del results
+    return median_milliseconds(events) / count * 1e3
+
+
+def median_milliseconds(events: Sequence[torch.cuda.Event]) -> float:
+    """Between neighbours, which the device has passed."""
+    milliseconds: list[float] = [first.elapsed_time(second) for first, second in pairwise(events)]
+    return statistics.median(milliseconds)
+
+
+def copy_gigabytes_per_second() -> float:
+    """Rate of a large copy, bytes read and bytes written.
+
+    Not from a graph: CUDA copies otherwise there, at two thirds of this rate. Takes 8.6 GB.
+    """
+    source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    events = [timing_event() for _ in range(9)]
+    for event in events:
+        target.copy_(source)
+        event.record()
+    torch.cuda.synchronize()
+    return 2 * COPY_BYTES / median_milliseconds(events) / 1e6
 
 
 def device_state() -> dict[str, str]:

@@ -24,7 +24,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gpu_measuring import bf16_teraflops, gemm_bound_teraflops, operations_per_row, report, require_gpu, write_report
+from gpu_measuring import (
+    bf16_teraflops,
+    copy_gigabytes_per_second,
+    gemm_bound_teraflops,
+    operations_per_row,
+    report,
+    require_gpu,
+    write_report,
+)
 from gpu_trace import traced
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine import Engine, EngineConfig, Request
@@ -34,7 +42,7 @@ from megatoken.engine.runner_protocol import LaunchedStep
 from megatoken.engine.step_plan import StepPlan
 from megatoken.errors import CapacityError, MegatokenError
 from megatoken.hardware.power import PowerSampler
-from megatoken.hardware.qualify.gpu_timing import copy_gigabytes_per_second, device_uuid, timing_event
+from megatoken.hardware.qualify.gpu_timing import device_uuid, timing_event
 from step_anatomy import Ceilings, PartOfStep, anatomy, costliest, split_steps
 
 NOTE = "unofficial: engine steps without LoadGen, random weights, forced output lengths"

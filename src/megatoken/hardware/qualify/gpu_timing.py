@@ -1,13 +1,12 @@
-"""Timing of work on the first GPU: events around batches of calls, CUDA graphs for short ones; random values.
+"""Timing of work on the first GPU by events around batches of calls; random values.
 
 Random values fill their format's range: a product of zeros draws less power and runs faster.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,6 @@ DEVICE = torch.device("cuda", 0)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 E4M3_SPREAD = 90.0
 """Standard deviation of random e4m3 values: the whole range is used and little of it saturates."""
-COPY_BYTES = 2**32
 
 
 def device_uuid() -> str:
@@ -48,36 +46,6 @@ def timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def graph_microseconds(launch: Callable[[int], Any], sets: int, launches: int = 16) -> float:
-    """Median over replays of a CUDA graph of the mean time of a launch: the device's alone, gaps included.
-
-    Args:
-        launch: takes the number of an input set; what it returns has memory of its own.
-        sets: of inputs, visited in turn.
-        launches: fewest in the graph.
-    """
-    launch(0)
-    graph = torch.cuda.CUDAGraph()
-    count = sets * max(launches // sets, 1)
-    with torch.cuda.graph(graph):
-        results = [launch(number % sets) for number in range(count)]
-    graph.replay()
-    events = [timing_event() for _ in range(8)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    del results
-    return median_milliseconds(events) / count * 1e3
-
-
-def median_milliseconds(events: Sequence[torch.cuda.Event]) -> float:
-    """Between neighbours, which the device has passed."""
-    milliseconds: list[float] = [first.elapsed_time(second) for first, second in pairwise(events)]
-    return statistics.median(milliseconds)
-
-
 def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
     """Launch ``run`` again and again without a gap, at most two ahead of the device.
 
@@ -96,21 +64,6 @@ def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
         events[max(len(events) - 3, 0)].synchronize()
     events[-1].synchronize()
     return len(events) - 1, events[0].elapsed_time(events[-1]) / 1e3
-
-
-def copy_gigabytes_per_second() -> float:
-    """Rate of a large copy, bytes read and bytes written.
-
-    Not from a graph: CUDA copies otherwise there, at two thirds of this rate. Takes 8.6 GB.
-    """
-    source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    events = [timing_event() for _ in range(9)]
-    for event in events:
-        target.copy_(source)
-        event.record()
-    torch.cuda.synchronize()
-    return 2 * COPY_BYTES / median_milliseconds(events) / 1e6
 
 
 def gpu_seconds(run: Callable[[], Any], setting: Setting) -> list[float]:
