@@ -33,6 +33,7 @@ ORDER = [
     "hardware",
     "quantization",
     "engine",
+    "processes",
     "signals",
     "yaml_files",
     "files",

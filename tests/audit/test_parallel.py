@@ -14,8 +14,7 @@ import pytest
 from cli_support import COMMAND, ENVIRONMENT
 from megatoken.audit import Severity, audit
 from megatoken.audit.discovery import runs_in, walk
-from megatoken.audit.examine import Job
-from megatoken.audit.parallel import examine_all
+from megatoken.audit.examine import Job, examine_all
 
 BUSY_SECONDS = 10  # half a second where nothing else runs; what is left of the audit takes longer
 LOGS = ("mlperf_log_detail.txt", "mlperf_log_summary.txt", "mlperf_log_accuracy.json")
@@ -41,7 +40,7 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children(recursive=True):
         try:
-            if "megatoken.audit.worker" in child.cmdline():
+            if "megatoken.processes" in child.cmdline():
                 found.append(child)
         except psutil.NoSuchProcess:
             continue

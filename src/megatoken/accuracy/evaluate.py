@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import partial
+from typing import NoReturn
 
 import numpy as np
 
@@ -19,6 +16,7 @@ from megatoken.accuracy.scores import Pair, Score, score, sentence_splitter
 from megatoken.datasets.references import References
 from megatoken.errors import MegatokenError
 from megatoken.mlperf.accuracy_log import Answers
+from megatoken.processes import in_order, usable_cores
 
 METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match")
 CHUNK = 64
@@ -118,21 +116,9 @@ def _scored(pairs: Sequence[Pair], sentences: bool, processes: int | None) -> It
     """Scores in order, chunk by chunk."""
     chunks = [pairs[start : start + CHUNK] for start in range(0, len(pairs), CHUNK)]
     if processes is None:
-        processes = 1 if len(pairs) < FEW else len(os.sched_getaffinity(0))
-    if processes < 2:
-        for chunk in chunks:
-            yield score(chunk, sentences)
-        return
-    # Spawned, not forked: libraries loaded here have threads.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_ignore_interrupts) as pool:
-        try:
-            yield from pool.map(score, chunks, [sentences] * len(chunks))
-        except BrokenProcessPool:
-            raise MegatokenError("a process that scored answers died; is there enough memory?") from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        processes = 1 if len(pairs) < FEW else usable_cores()
+    return in_order(partial(score, sentences=sentences), chunks, processes, _lost)
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _lost(chunk: object) -> NoReturn:
+    raise MegatokenError("a process that scored answers died; is there enough memory?")

@@ -39,11 +39,10 @@ from megatoken.audit.discovery import Tree, below, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, configurations_in, named_system, systems_in, user_conf_of
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, places
-from megatoken.audit.examine import Job
+from megatoken.audit.examine import Job, Progress, examine_all
 from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Severity, check, outcome
 from megatoken.audit.load_tools import tool_results_in
 from megatoken.audit.node_rows import node_rows
-from megatoken.audit.parallel import Progress, examine_all
 from megatoken.audit.placement import meanings, meant, results_above, scores_meant
 from megatoken.audit.view import RunFiles
 from megatoken.errors import ExitCode, UsageError

@@ -1,8 +1,8 @@
-"""One run: read its logs, reduce them to figures, check them. Runs alone in a worker process, and never raises."""
+"""One run: read its logs, reduce them to figures, check them; many runs in processes of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,10 @@ from megatoken.mlperf.detail_log import ABANDONED, LIBRARY_SET, DetailLog, read_
 from megatoken.mlperf.rounds import has_rules
 from megatoken.mlperf.run_figures import RunFigures, run_figures, samples_answers
 from megatoken.mlperf.summary_log import read_summary_log
+from megatoken.processes import in_order, usable_cores
 
+FEW_RUNS = 24
+SMALL_BYTES = 64 * 2**20
 BEGINNINGS = ("qsl_name", "effective_scenario", LIBRARY_SET, "generated_query_count")
 
 
@@ -37,6 +40,7 @@ RUN_CHECKS: tuple[Callable[[RunView], Iterable[Observation]], ...] = (
     check_user_conf,
 )
 Read = TypeVar("Read")
+Progress = Callable[[int, int], None]  # runs done, of how many; 0: not known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,23 @@ class Examined:
 
     run: Run
     observations: tuple[Observation, ...]
+
+
+def examine_all(
+    jobs: Sequence[Job], progress: Progress | None = None, workers: int | None = None
+) -> Iterator[Examined]:
+    """Examines every job, in their order; by default with a process for each core that this one may use.
+
+    Few or small runs are examined in this process, since to start others would take longer.
+    """
+    small = len(jobs) < FEW_RUNS and sum(job.files.size_bytes for job in jobs) < SMALL_BYTES
+    finished = None if progress is None else lambda done: progress(done, len(jobs))
+    return in_order(examine, jobs, 1 if small else workers or usable_cores(), _lost, finished)
+
+
+def _lost(job: Job) -> Examined:
+    cause = "the process that read it died; is there enough memory?"
+    return Examined(blank_run(job), tuple(not_examined(display(job.files.folder), cause)))
 
 
 def examine(job: Job) -> Examined:

@@ -9,14 +9,10 @@ from __future__ import annotations
 import gc
 import heapq
 import math
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from multiprocessing import get_context
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +22,7 @@ from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
 from megatoken.engine.cost_model import SECONDS_PER_SEQUENCE, StepCost
 from megatoken.engine.simulated import Simulation, plan_simulation
 from megatoken.errors import MegatokenError, UsageError
+from megatoken.processes import in_order, usable_cores
 
 KEPT_WAITING = 64
 """Requests that a replica keeps waiting: more than one step admits, so that no step lacks requests."""
@@ -136,39 +133,24 @@ def simulate_rack(
             "and answer needs at least one; change the lengths or engine.max_length"
         )
     tasks = [(rack, lengths, seconds, seed + node) for node in range(rack.nodes)]
-    workers = min(workers or _cores(), len(tasks))
-    runs = []
-    for run in _in_processes(tasks, workers) if workers > 1 else map(_simulate_node, tasks):
-        runs.append(run)
-        if progress:
-            progress(len(runs), len(tasks))
-    return runs
+    workers = min(workers or usable_cores(), len(tasks))
+    finished = None if progress is None else lambda done: progress(done, len(tasks))
+    return list(in_order(_simulate_alone if workers > 1 else _simulate_node, tasks, workers, _lost, finished))
 
 
 _Task = tuple[Rack, NDArray[np.int64], float, int]
 
 
-def _in_processes(tasks: Sequence[_Task], workers: int) -> Iterator[NodeRun]:
-    """Spawned, not forked: a progress display has threads."""
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
-        try:
-            yield from pool.map(_simulate_node, tasks)
-        except BrokenProcessPool:
-            raise MegatokenError(
-                "a process of the simulation ended early; is there enough memory? Simulate fewer nodes or less time"
-            ) from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+def _lost(task: _Task) -> NoReturn:
+    raise MegatokenError(
+        "a process of the simulation ended early; is there enough memory? Simulate fewer nodes or less time"
+    )
 
 
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt of the command ends its workers at once
-    gc.disable()  # there are no reference cycles, and a collection would visit all waiting requests
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _simulate_alone(task: _Task) -> NodeRun:
+    """In a process of its own: there are no reference cycles, and a collection would visit all waiting requests."""
+    gc.disable()
+    return _simulate_node(task)
 
 
 def _simulate_node(task: _Task) -> NodeRun:

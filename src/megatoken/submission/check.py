@@ -23,9 +23,8 @@ from megatoken.audit.discovery import Tree, below, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import is_endpoint_result
 from megatoken.audit.evidence import Evidence, Role, System, places
-from megatoken.audit.examine import Job
+from megatoken.audit.examine import Job, Progress, examine_all
 from megatoken.audit.finding import Observation
-from megatoken.audit.parallel import Progress, examine_all
 from megatoken.audit.placement import Meaning, benchmark_names, meanings, meant, results_above, scores_meant
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError

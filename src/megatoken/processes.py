@@ -1,0 +1,177 @@
+"""One function of many tasks on all cores, results in order; a process that dies costs only the task that it had.
+
+``python -m megatoken.processes FD`` is one of these processes: it receives the function, then tasks, and returns their
+results until the connection is closed. It imports the function's module, and not that of the program, which may lack
+the guard that other ways to start processes need.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, TypeVar
+
+WAITING_TASKS = 2  # of a worker: the one that it works on, and the next
+MOST_AHEAD = 2_000  # tasks done before one that takes long; their results wait for it in memory
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_order(
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    workers: int,
+    lost: Callable[[Task], Result],
+    finished: Callable[[int], None] | None = None,
+) -> Iterator[Result]:
+    """The result of each task, in their order. What ``function`` raises is raised here.
+
+    Args:
+        function: A function of a module, or a ``partial`` of one.
+        tasks: Each goes to one process.
+        workers: Processes. With fewer than two, or where none can start, this process does the work.
+        lost: Gives the result of a task whose process died, or raises.
+        finished: Called with the number of tasks that are done, whenever it grows.
+    """
+    pool = _Pool(function, tasks, lost, finished)
+    try:
+        for _ in range(min(workers, len(tasks)) if workers > 1 else 0):
+            pool.add_worker()
+        yield from pool.in_order()
+    finally:
+        for worker in pool.workers:
+            worker.kill()
+
+
+class _Worker:
+    """A process that does what it is sent, in its own session: Ctrl-C reaches this process, which ends it."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.connection, theirs = Pipe()
+        self.started = False  # its first message says so: one that cannot start was not killed by a task
+        self.tasks: deque[int] = deque()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "megatoken.processes", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        theirs.close()
+        self.send(function)
+
+    def send(self, message: object) -> None:
+        """Sends a message; a process that died is noticed when the connection is read."""
+        with suppress(OSError):
+            self.connection.send(message)
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self._process.kill()
+        self._process.wait()
+        self.connection.close()
+
+
+class _Pool(Generic[Task, Result]):
+    """Tasks, the processes that work on them, and the results that wait for their turn."""
+
+    def __init__(
+        self,
+        function: Callable[[Task], Result],
+        tasks: Sequence[Task],
+        lost: Callable[[Task], Result],
+        finished: Callable[[int], None] | None,
+    ) -> None:
+        self._function, self._tasks, self._lost, self._finished = function, tasks, lost, finished
+        self._todo = deque(range(len(tasks)))
+        self._done: dict[int, Result] = {}
+        self._given = 0
+        self.workers: list[_Worker] = []
+
+    def add_worker(self) -> None:
+        """Starts one more worker if the system allows it."""
+        with suppress(OSError):
+            self.workers.append(_Worker(self._function))
+
+    def in_order(self) -> Iterator[Result]:
+        """The result of each task, in their order."""
+        while self._given < len(self._tasks):
+            while self._given not in self._done:
+                if not self.workers:
+                    self._finish(index := self._todo.popleft(), self._function(self._tasks[index]))
+                    continue
+                ready = wait([worker.connection for worker in self.workers])
+                for worker in [worker for worker in self.workers if worker.connection in ready]:
+                    self._receive(worker)
+            self._given += 1
+            yield self._done.pop(self._given - 1)
+            for worker in self.workers:
+                self._send(worker)
+
+    def _receive(self, worker: _Worker) -> None:
+        try:
+            result, error = worker.connection.recv()
+        except (EOFError, OSError):
+            self._remove(worker)
+            return
+        if error is not None:
+            raise error
+        if worker.started:
+            self._finish(worker.tasks.popleft(), result)
+        worker.started = True
+        self._send(worker)
+
+    def _remove(self, worker: _Worker) -> None:
+        """Removes a worker that died. Only the task that it was working on is lost."""
+        self.workers.remove(worker)
+        worker.kill()
+        if worker.started and worker.tasks:
+            self._finish(index := worker.tasks.popleft(), self._lost(self._tasks[index]))
+            self.add_worker()
+        self._todo.extendleft(reversed(worker.tasks))
+
+    def _finish(self, index: int, result: Result) -> None:
+        self._done[index] = result
+        if self._finished:
+            self._finished(self._given + len(self._done))
+
+    def _send(self, worker: _Worker) -> None:
+        most = self._given + MOST_AHEAD
+        while worker.started and len(worker.tasks) < WAITING_TASKS and self._todo and self._todo[0] < most:
+            worker.tasks.append(self._todo.popleft())
+            worker.send(self._tasks[worker.tasks[-1]])
+
+
+def serve(connection: Connection) -> None:
+    """Does tasks until the connection is closed."""
+    try:
+        failure: Exception | None
+        function = connection.recv()
+        connection.send((None, None))
+        while True:
+            task = connection.recv()
+            try:
+                result, failure = function(task), None
+            except Exception as error:
+                result, failure = None, error
+            connection.send((result, failure))
+    except (EOFError, OSError):
+        return
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
