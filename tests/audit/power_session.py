@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatoken.audit.checks.power_session import HASHED
+from megatoken.audit.checks.power import HASHED
 from megatoken.mlperf.rounds import rules
 
 

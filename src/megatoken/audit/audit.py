@@ -36,7 +36,14 @@ from megatoken.audit.checks.submission import (
     system_folders,
 )
 from megatoken.audit.discovery import Tree, below, runs_in, walk
-from megatoken.audit.documents import accuracy_results_in, configurations_in, named_system, systems_in, user_conf_of
+from megatoken.audit.documents import (
+    READABLE,
+    accuracy_results_in,
+    configurations_in,
+    named_system,
+    systems_in,
+    user_conf_of,
+)
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, places
 from megatoken.audit.examine import Job, Progress, examine_all
@@ -150,12 +157,9 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         raise _nothing_to_audit(tree, path)
     ledger = Ledger()
     systems, damages = systems_in(tree, system_folders(submissions))
-    for file, damage in damages:
-        ledger.add(system_checks.readable(file, damage.what, damage.line))
-    for file, damage in endpoint_damages:
-        ledger.add(endpoint_checks.readable(file, damage.what, damage.line))
-    for file, damage in tool_damages:
-        ledger.add(tool_checks.readable(file, damage.what, damage.line))
+    for kind, wrong in (("system", damages), ("endpoint", endpoint_damages), ("tool", tool_damages)):
+        for file, damage in wrong:
+            ledger.add(READABLE[kind](file, damage))
     interrupted = interruptions(tree, run_folders)
 
     def ended_early(run: RunFiles) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from megatoken.audit.discovery import Tree, below
-from megatoken.audit.evidence import AccuracyResult, Configuration, Document, System
+from megatoken.audit.evidence import AccuracyResult, Configuration, Document, System, places
+from megatoken.audit.finding import Outcome, check, outcome
 from megatoken.files import Damage, UnreadableError, display, key_lines, read_json_object, read_text
 from megatoken.mlperf.accuracy_log import read_accuracy_scores
 from megatoken.mlperf.user_conf import user_conf_entries
@@ -40,6 +41,21 @@ COMPLIANCE_TEST = re.compile(r"(?:^|/)TEST\d\d/")
 _SYSTEM = re.compile(r"(?:^|/)systems/[^/]*\.json\Z")
 _LITERAL = r"""('[^'\n]{0,200}'|"[^"\n]{0,200}"|-?\d+(?:_\d+)*(?:\.\d+)?(?:e-?\d+)?|True|False|None)"""
 _ASSIGNMENT = re.compile(rf"""['"]?([A-Za-z_][\w.-]{{0,80}})['"]?\s*[:=]\s*{_LITERAL}\s*(?=[,}})#\n]|$)""")
+
+
+def _readable(path: str, damage: Damage) -> Outcome:
+    return outcome(False, "a JSON object with each key once", damage.what, places(path, line=damage.line))
+
+
+READABLE = {
+    family: check(f"{family}.readable", f"{what} can be read", why)(_readable)
+    for family, what, why in (
+        ("system", "System descriptions", "They say what was measured."),
+        ("endpoint", "Results of MLPerf Endpoints", "There is no log as further evidence."),
+        ("tool", "Results of load tools", "What cannot be read is no evidence."),
+    )
+}
+"""Of what is wrong with JSON files, by their kind."""
 
 
 def json_document(tree: Tree, path: str) -> Document:

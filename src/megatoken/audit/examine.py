@@ -8,9 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from megatoken.audit.checks import build, lines, results, rules, settings, stopping, summary
+from megatoken.audit.checks import build, lines, results, rules, settings, summary
 from megatoken.audit.checks.accuracy import check_accuracy, check_test06
-from megatoken.audit.checks.user_conf import check_user_conf
 from megatoken.audit.discovery import below
 from megatoken.audit.evidence import Role, Run, places
 from megatoken.audit.finding import Check, Observation, Outcome, Severity, check, outcome, shown
@@ -35,9 +34,8 @@ def _checks_of(*modules: ModuleType) -> tuple[Callable[[RunView], Iterable[Obser
 
 LINE_CHECKS = _checks_of(lines)  # of logs that have entries
 RUN_CHECKS: tuple[Callable[[RunView], Iterable[Observation]], ...] = (
-    *_checks_of(build, settings, results, stopping, summary, rules),
+    *_checks_of(build, settings, results, summary, rules),
     check_accuracy,
-    check_user_conf,
 )
 Read = TypeVar("Read")
 Progress = Callable[[int, int], None]  # runs done, of how many; 0: not known yet

@@ -95,7 +95,7 @@ def tool_results_in(tree: Tree) -> tuple[list[ToolResult], list[tuple[str, Damag
             name = path if len(parts) == 1 else f"{path} {at}"
             files = run_files(tree, path.rpartition("/")[0], {"detail": path})
             run = run_of(files, _figures(part), accuracy_records=None, source_lines=document.source_lines)
-            found.append(ToolResult(_named(run, name), tools[path], **part))
+            found.append(ToolResult(replace(run, path=name, node=name), tools[path], **part))
     return found, damages
 
 
@@ -108,10 +108,6 @@ def _tool(tree: Tree, path: str) -> str | None:
     except OSError:
         return None  # the walk reports what cannot be read
     return next((tool for tool, marks in MARKS.items() if all(mark.encode() in head for mark in marks)), None)
-
-
-def _named(run: Run, name: str) -> Run:
-    return replace(run, path=name, node=name)
 
 
 def _figures(part: Mapping[str, Any]) -> RunFigures:
@@ -133,14 +129,19 @@ def _figures(part: Mapping[str, Any]) -> RunFigures:
     )
 
 
+def _seconds(part: Any, keys: Mapping[str, str], scale: float) -> dict[str, float]:
+    """The figures that ``part`` has under ``keys``, divided by ``scale``."""
+    known = {name: number(mapping(part), key) for name, key in keys.items()}
+    return {name: value / scale for name, value in known.items() if value is not None}
+
+
 def _vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     names = {"latency": "e2el", "ttft": "ttft", "tpot": "tpot", "itl": "itl"}
     spread = {}
     for measure, own in names.items():
         keys = {"mean": f"mean_{own}_ms", "p50": f"median_{own}_ms"}
         keys |= {f"p{percent}": f"p{percent}_{own}_ms" for percent in PERCENTILES if percent != "50"}
-        known = {name: number(values, key) for name, key in keys.items()}
-        spread[measure] = {name: value / 1e3 for name, value in known.items() if value is not None}
+        spread[measure] = _seconds(values, keys, 1e3)
     yield {
         "seconds": number(values, "duration"),
         "completed": number(values, "completed"),
@@ -178,10 +179,8 @@ def _aiperf(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     spread = {}
     for measure, own in names.items():
-        part = mapping(values.get(own))
         keys = {"min": "min", "mean": "avg", "max": "max", **{f"p{percent}": f"p{percent}" for percent in PERCENTILES}}
-        known = {name: number(part, key) for name, key in keys.items()}
-        spread[measure] = {name: value / 1e3 for name, value in known.items() if value is not None}
+        spread[measure] = _seconds(values.get(own), keys, 1e3)
     tokens, done, errors = one("total_osl"), one("request_count"), values.get("error_summary")
     failed = sum(int(number(mapping(error), "count") or 0) for error in errors) if isinstance(errors, list) else None
     phases = mapping(values.get("input_config")).get("phases")
@@ -223,17 +222,16 @@ def _guidellm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         spread, sums = {}, {}
         for measure, (own, scale) in names.items():
             part = mapping(mapping(metrics.get(own)).get("successful"))
-            keys = {"min": ("min",), "mean": ("mean",), "max": ("max",)}
-            percents = {f"p{percent}": ("percentiles", f"p{percent.replace('.', '')}") for percent in PERCENTILES}
-            known = {name: number(part, *key) for name, key in (keys | percents).items()}
-            spread[measure] = {name: value / scale for name, value in known.items() if value is not None}
+            percents = {f"p{percent}": f"p{percent.replace('.', '')}" for percent in PERCENTILES}
+            spread[measure] = _seconds(part, {name: name for name in ("min", "mean", "max")}, scale)
+            spread[measure] |= _seconds(part.get("percentiles"), percents, scale)
             if (total := number(part, "total_sum")) is not None:
                 sums[measure] = total / scale
         totals = mapping(metrics.get("request_totals"))
         lost = [number(totals, name) for name in ("errored", "incomplete")]
 
-        def total_of(name: str, what: str = "total_sum", among: Mapping[str, Any] = metrics) -> float | None:
-            return number(among, name, "successful", what)
+        def total_of(name: str, what: str = "total_sum", metrics: Mapping[str, Any] = metrics) -> float | None:
+            return number(metrics, name, "successful", what)
 
         yield {
             "seconds": number(mapping(benchmark), "duration"),

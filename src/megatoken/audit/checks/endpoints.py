@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatoken.audit.checks import accuracy, cross, rules
 from megatoken.audit.discovery import Tree, below
+from megatoken.audit.documents import READABLE
 from megatoken.audit.endpoints import (
     ACCURACY,
     CAUTIOUS,
@@ -19,7 +21,7 @@ from megatoken.audit.endpoints import (
 )
 from megatoken.audit.evidence import Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
-from megatoken.files import UnreadableError, mapping, read_json_object
+from megatoken.files import Damage, UnreadableError, mapping, read_json_object
 from megatoken.mlperf.percentiles import disorder, impossible_mean
 from megatoken.text import count_of
 
@@ -36,11 +38,6 @@ def check_endpoint(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     for rule in rules.OF_ANY_RESULT:
         yield from rule(result)
     yield from _accuracy(tree, result)
-
-
-@check("endpoint.readable", "Results of MLPerf Endpoints can be read", "There is no log as further evidence.")
-def readable(path: str, what: str, line: int | None = None) -> Outcome:
-    return outcome(False, "a JSON object with each key once", what, places(path, line=line))
 
 
 @check("endpoint.complete", "The run ended, with every sample", "Samples that failed are missing from every figure.")
@@ -72,8 +69,9 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     intervals = done - 1 if done is not None and number(values, "legacy_loadgen_window_duration_ns") else done
     for key, count, unit in (("qps", intervals, "samples/s"), ("tps", tokens, "tokens/s")):
         rate = number(values, key)
-        if rate is not None and count is not None and seconds and not _close(rate, count / seconds):
-            yield key, f"{rate:,.6g} {unit}, though {count:,.0f} in {seconds:,.3f} s are {count / seconds:,.6g}"
+        if rate is None or count is None or not seconds or math.isclose(rate, count / seconds, rel_tol=EXACT):
+            continue
+        yield key, f"{rate:,.6g} {unit}, though {count:,.0f} in {seconds:,.3f} s are {count / seconds:,.6g}"
     for key, name in (*TIMES.items(), (LENGTHS, "output lengths")):
         part = values.get(key)
         if isinstance(part, dict) and part:
@@ -87,7 +85,7 @@ def _distribution(part: Mapping[str, Any], key: str, samples: float | None) -> I
     points = percentiles(part, scale)
     counts = _counts(part)
     counted = sum(counts) if counts else samples
-    if total is not None and mean is not None and counted and not _close(total, mean * counted):
+    if total is not None and mean is not None and counted and not math.isclose(total, mean * counted, rel_tol=EXACT):
         yield f"a mean of {mean:,.6g}, though {total:,.6g} over {counted:,.0f} samples is {total / counted:,.6g}"
     # Percentiles may lie between samples.
     slack = 8 * (points.get("max", 0.0) - points.get("min", 0.0)) / (counted or 1)
@@ -131,7 +129,7 @@ def _accuracy(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     try:
         values, lines, _ = read_json_object(tree.path(path))
     except UnreadableError as error:
-        yield from readable(path, str(error))
+        yield from READABLE["endpoint"](path, Damage(None, str(error)))
         return
     scores = list(accuracy_scores(values))
     counts = [mapping(score.get("response_counts")) for score in scores]
@@ -150,7 +148,3 @@ def _accuracy(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     if len(scores) == 1:
         length, both = number(scores[0], LENGTHS, "avg"), (*places(path), *result.at(LENGTHS))
         yield from cross.tokens_agree(result.figures.tokens_per_sample, length, both)
-
-
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= EXACT * max(abs(one), abs(other))

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatoken.audit.evidence import places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome
 from megatoken.audit.load_tools import ToolResult
 from megatoken.mlperf.percentiles import disorder
@@ -24,11 +23,6 @@ def check_tool_result(result: ToolResult) -> Iterator[Observation]:
     """One result."""
     for one in (complete, rates, percentiles, latencies, in_flight):
         yield from one(result)
-
-
-@check("tool.readable", "Results of load tools can be read", "What cannot be read is no evidence.")
-def readable(path: str, what: str, line: int | None = None) -> Outcome:
-    return outcome(False, "a JSON object with each key once", what, places(path, line=line))
 
 
 @check("tool.complete", "The load tool ended, with every request", "Requests that failed are missing from every rate.")

@@ -21,8 +21,7 @@ def check_nodes(evidence: Evidence, runs: Sequence[Run], result: Aggregate | Non
     claimed_as_one = any((system.nodes or 1) > 1 for system in evidence.systems)
     if result is not None:
         yield from simultaneous(runs, result, claimed_as_one)
-        for of_all in (spread, makespan, slow_group):
-            yield from of_all(runs, result)
+        yield from slow_group(runs, result)
     if claimed_as_one:
         yield from one_log(evidence, runs)
 
@@ -140,27 +139,6 @@ def same_tokens(runs: Sequence[Run]) -> Outcome | None:
     expected = f"about {middle:.2f} tokens per sample on every node: they ran one model over one data set"
     where = tuple(run.where() for run in odd or known[:1])
     return outcome(not odd, expected, f"{min(values):.2f} to {max(values):.2f}", where, Severity.WARN)
-
-
-@check("nodes.spread", "How far the nodes differ", "A spread means something only with its definition.")
-def spread(runs: Sequence[Run], result: Aggregate) -> Outcome:
-    spreads = ", ".join(f"{item.formula} {100 * item.value:.2f} %" for item in result.spread)
-    found = (
-        f"sum {result.sum_of_rates_tokens_per_second:,.1f}, max {result.max.output_tokens_per_second:,.1f}, "
-        f"min {result.min.output_tokens_per_second:,.1f}, mean {result.mean_tokens_per_second:,.1f}, "
-        f"median {result.median_tokens_per_second:,.1f} tokens/s; {spreads}; "
-        f"CV {100 * (result.coefficient_of_variation or 0.0):.2f} %"
-    )
-    return Outcome(Severity.NOTE, "how far the nodes differ, by each definition", found)
-
-
-@check("nodes.makespan", "The nodes as one run", "A rack has finished when its last node has.")
-def makespan(runs: Sequence[Run], result: Aggregate) -> Outcome | None:
-    rate = result.makespan.output_tokens_per_second
-    if rate is None:
-        return None
-    found = f"{rate:,.1f} tokens/s: {result.makespan.basis}"
-    return Outcome(Severity.NOTE, "the rate of all nodes as one run", found)
 
 
 @check("nodes.slow_group", "Slow nodes", "They set the time of any job that waits for all.")

@@ -16,7 +16,6 @@ from megatoken.audit.documents import json_values
 from megatoken.audit.evidence import Run, Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.audit.folder import LOG, LOGGED, TABLES, RunFolder
-from megatoken.audit.qualification import qualification
 from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, mapping, plain, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
@@ -177,7 +176,7 @@ def healthy(folder: RunFolder) -> Outcome | None:
 _CHECKS = (
     *(whole, interrupted, simulated, replay.metrics, run_facts.configuration, replay.notes, run_facts.memory),
     *(run_facts.times, healthy, run_facts.replicas_of_rack, loadgen, run_facts.counts, scores, compliance, end_tokens),
-    *(replay.verdict, replay.nodes, replay.far_clocks, qualification),
+    *(replay.verdict, replay.nodes, replay.far_clocks, run_facts.qualification),
 )
 
 

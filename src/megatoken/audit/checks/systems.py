@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatoken.audit.evidence import Configuration, Run, System, Where, places
+from megatoken.audit.evidence import Configuration, Run, System, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
 from megatoken.mlperf.rounds import load_csv, rules
 from megatoken.text import is_number
@@ -38,11 +38,6 @@ def check_system(system: System, submission: bool) -> Iterator[Observation]:
     yield from values(system, unmet)
     for one in (name, part_named_alike, accelerator_count, part_memory, part_power, host_memory, software):
         yield from one(system)
-
-
-@check("system.readable", "System descriptions can be read", "They say what was measured.")
-def readable(path: str, what: str, line: int | None = None) -> Outcome:
-    return outcome(False, "a JSON object with each key once", what, places(path, line=line))
 
 
 @check("system.keys", "The system description is complete", "MLPerf asks for these facts.")
