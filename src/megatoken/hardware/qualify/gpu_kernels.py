@@ -1,4 +1,4 @@
-"""The engine's own kernels on the GPU: decode attention over an fp8 cache, norm with quantisation, activation."""
+"""The kernels of the engine on the GPU: attention over an fp8 cache, norm, activation; and what a launch costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
 from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds
-from megatoken.hardware.qualify.timing import rates
+from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
 from megatoken.hardware.specification import data_sheet
 
@@ -14,6 +14,7 @@ SEQUENCES, CONTEXT, PAGE_SIZE = 900, 512, 32
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
 PROMPTS, PROMPT_TOKENS = 8, 4096
 TOKENS, HIDDEN, FEED_FORWARD = 4096, 8192, 28_672
+GRAPH_KERNELS, BATCH = 100, 100
 
 
 @torch.inference_mode()
@@ -88,3 +89,34 @@ def kernels(setting: Setting) -> Outcomes:
     moved = 5 * TOKENS * FEED_FORWARD
     title = f"SiLU, product and fp8 rounding of {TOKENS:,} tokens"
     yield Value("silu_mul", title, "GB/s", rates(moved / 1e9, seconds), bound=bound)
+
+
+@torch.inference_mode()
+def launch(setting: Setting) -> Outcomes:
+    """A kernel that adds 1 to one number."""
+    torch.cuda.set_device(DEVICE)
+    one = torch.zeros(1, device=DEVICE)
+    one.add_(1.0)
+    torch.cuda.synchronize()
+
+    def batch() -> None:
+        for _ in range(BATCH):
+            one.add_(1.0)
+        torch.cuda.synchronize()
+
+    def round_trip() -> None:
+        one.add_(1.0)
+        torch.cuda.synchronize()
+
+    seconds = call_seconds(batch, setting)
+    yield Value("kernel_launch", "Launch of a small kernel", "us", [1e6 * each / BATCH for each in seconds], "lower")
+    seconds = call_seconds(round_trip, setting)
+    title = "Launch of a small kernel and wait for it"
+    yield Value("kernel_round_trip", title, "us", [1e6 * each for each in seconds], "lower")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_KERNELS):
+            one.add_(1.0)
+    seconds = gpu_seconds(graph.replay, setting)
+    title = "Small kernel in a CUDA graph"
+    yield Value("graph_kernel", title, "us", [1e6 * each / GRAPH_KERNELS for each in seconds], "lower")
