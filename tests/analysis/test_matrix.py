@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from cli_support import call_here
-from megatoken.analysis.matrix import matrix
+from megatoken.analysis.history import matrix
 from megatoken.runs.run import read_run
 from run_folders import run_folder
 

@@ -1,29 +1,32 @@
 """Many nodes as one result: three rates, how the nodes differ, what the loss of one fault domain costs.
 
-Pure functions of node rows from any kind of log.
+Pure functions of node rows from any kind of log; and the part of a saved result that plans start from.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatoken.analysis.nodes import WORKLOAD, NodeRow, check_rows, clock, distinct, took_turns
 from megatoken.errors import UsageError
-from megatoken.files import new_document, plain
-from megatoken.text import count_of, natural
+from megatoken.files import UnreadableError, new_document, plain, read_text
+from megatoken.text import count_of, is_number, natural
 
 STRAGGLER_THRESHOLD = 0.03
 ONE_NODE = "one node"
 SIMULTANEOUS_SHARE = 0.95
 Spans = list[tuple[float, float]]  # start and end of each node on one clock
 OWN_CLOCKS = "the clocks of the nodes, whose offsets are unknown"
+LARGEST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,3 +356,40 @@ def _node_document(row: NodeRow, median: float, stragglers: Stragglers) -> dict[
         "verdict": row.verdict,
         "source": row.source,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAggregate:
+    """Rate, size and workload of several nodes; the workload has ``scenario``, ``model`` and ``precision``."""
+
+    sum_of_rates_tokens_per_second: float
+    sum_label: str
+    accelerators: int | None
+    workload: dict[str, str | None]
+
+
+def read_aggregate(path: Path) -> SavedAggregate:
+    """``aggregate.json`` of ``megatoken aggregate --out``. Raises UsageError: the file cannot be read or is none."""
+    try:
+        document = json.loads(read_text(path, LARGEST_BYTES)[0])
+    except (UnreadableError, ValueError) as error:
+        raise UsageError(f"{path}: expected a run folder or aggregate.json: {error}") from None
+    found = aggregate_in(document) if isinstance(document, dict) else None
+    if found is None:
+        raise UsageError(f"{path}: expected a run folder, or aggregate.json of megatoken aggregate --out")
+    return found
+
+
+def aggregate_in(document: Mapping[str, Any]) -> SavedAggregate | None:
+    """The same of a document, such as the part ``aggregate`` of an audit; None where it is none, or has no rate."""
+    rate = document.get("sum_of_rates_tokens_per_second")
+    if document.get("kind") != "aggregate" or not is_number(rate) or rate <= 0:
+        return None
+    workload, accelerators = document.get("workload"), document.get("accelerators")
+    stated = workload if isinstance(workload, dict) else {}
+    return SavedAggregate(
+        sum_of_rates_tokens_per_second=float(rate),
+        sum_label=str(document.get("sum_label") or "sum of the rates"),
+        accelerators=accelerators if isinstance(accelerators, int) and accelerators > 0 else None,
+        workload={name: str(stated[name]) if stated.get(name) else None for name in ("scenario", "model", "precision")},
+    )

@@ -89,8 +89,8 @@ def _check(paths: list[Path], baseline: list[Run]) -> int:
 
 
 def _show_matrix(paths: list[Path], out: Path | None) -> None:
+    from megatoken.analysis.history import matrix as made
     from megatoken.analysis.lookup import read_runs
-    from megatoken.analysis.matrix import matrix as made
     from megatoken.report import write_view
     from megatoken.report.console import show_table
     from megatoken.report.views.matrix import matrix_table, matrix_view

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatoken.analysis.aggregation import aggregate_in
 from megatoken.analysis.energy import run_energy, system_energy
 from megatoken.analysis.history import machine_of
 from megatoken.analysis.machine import accelerator_name, rate_state, run_accelerators
 from megatoken.analysis.published import accelerator_facts
-from megatoken.analysis.saved_aggregate import aggregate_in
 from megatoken.errors import UsageError
 from megatoken.planning.commands import Common, PowerFlags, Rate, cost, energy, rate_of_nodes
 from megatoken.planning.figures import Plan, State

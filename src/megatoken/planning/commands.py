@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatoken.analysis.aggregation import SavedAggregate, read_aggregate
 from megatoken.analysis.limits import SHORTCUTS, asked_limits
 from megatoken.analysis.published import accelerator_facts, results_of
-from megatoken.analysis.saved_aggregate import SavedAggregate, read_aggregate
 from megatoken.config import load_limits
 from megatoken.engine.config import SHAPES
 from megatoken.errors import UsageError

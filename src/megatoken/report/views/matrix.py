@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatoken.analysis.matrix import Cell as Place
-from megatoken.analysis.matrix import Matrix
+from megatoken.analysis.history import Cell as Place
+from megatoken.analysis.history import Matrix
 from megatoken.report.blocks import Badge, Cell, Column, Table, View, Words, section
 from megatoken.report.metrics import verdict_badge
 from megatoken.text import count_of, precise
