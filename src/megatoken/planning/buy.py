@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.bounds import Served
-from megatoken.planning.cost import BYTES_PER_GIGABYTE, HOURS_PER_MONTH, UTILISATION, System, accelerator_hour
+from megatoken.planning.cost import (
+    HOURS_PER_MONTH,
+    UTILISATION,
+    System,
+    accelerator_hour,
+    cost_inputs,
+    interaction_dollars,
+)
 from megatoken.planning.energy import PUE, levels, power_at
 from megatoken.planning.figures import Input, Plan, Result, Sensitivity, Table, by_swing, weakest
 from megatoken.planning.fleet import SupplyClass, size
@@ -119,7 +126,10 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     if hour is None:
         raise UsageError("power unknown; pass --accelerator, such as GB300, or --rent")
     dollars, _, inputs = hour
-    growing = monthly * _variable_dollars(profile, assumptions)
+    stored = {"read_tokens": profile.read_tokens(0.0), "written_tokens": profile.written_tokens}
+    growing = monthly * interaction_dollars(
+        cost_inputs(system, used), system_seconds=0.0, requests=profile.turns, **stored
+    )
     cost = dollars * sized.accelerators * HOURS_PER_MONTH + growing
     energy = _site_kwh(system, used, sized.accelerators / throughput.accelerators)
     values = {
@@ -144,23 +154,6 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
         *shown,
     )
     return Answer(values, served, tuple(dict.fromkeys(every)), throughput.notes)
-
-
-def _variable_dollars(profile: Profile, assumptions: Assumptions) -> float:
-    """Egress and storage of one interaction, as in ``plan cost``."""
-    stored = profile.read_tokens(0.0) + profile.written_tokens
-    months = assumptions["storage_months"] * assumptions["storage_dollars_per_gigabyte_month"]
-    return (
-        profile.written_tokens
-        * assumptions["egress_bytes_per_output_token"]
-        * assumptions["egress_dollars_per_gigabyte"]
-        / BYTES_PER_GIGABYTE
-        + stored * assumptions["storage_bytes_per_token"] * months / BYTES_PER_GIGABYTE
-        + profile.turns
-        * assumptions["storage_operations_per_request"]
-        * assumptions["storage_dollars_per_million_operations"]
-        / 1e6
-    )
 
 
 def _site_kwh(system: System, assumptions: Assumptions, systems: float) -> float | None:

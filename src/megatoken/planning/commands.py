@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatoken.analysis.aggregation import SavedAggregate, read_aggregate
 from megatoken.analysis.limits import SHORTCUTS, asked_limits
@@ -18,7 +18,7 @@ from megatoken.planning.buy import Order, plan_buy
 from megatoken.planning.capacity import plan_capacity
 from megatoken.planning.cost import System, plan_cost
 from megatoken.planning.energy import Power, energy_of, plan_energy, power_given, power_of
-from megatoken.planning.figures import Plan
+from megatoken.planning.figures import Input, Plan
 from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
 from megatoken.planning.pricing import parse_factor
 from megatoken.planning.schedule import PRECISIONS, Lengths, find_replica, offline_rate
@@ -91,6 +91,18 @@ class Common:
         """The profiles named, or all."""
         return load_profiles(self.profiles, self.profile)
 
+    def load_profile(self, flag: str) -> Profile:
+        """The one profile that ``flag`` needs. Raises UsageError: several or none are named."""
+        profiles = self.load_profiles()
+        if len(profiles) != 1:
+            names = ", ".join(profile.name for profile in profiles)
+            raise UsageError(f"{flag} needs one workload profile; choose with --profile: {names}")
+        return profiles[0]
+
+    def load_factors(self) -> list[Input]:
+        """The factors that lower the rate."""
+        return [parse_factor(text) for text in self.factors]
+
 
 @dataclass(frozen=True, slots=True)
 class PowerFlags:
@@ -145,7 +157,7 @@ def capacity(rate: Rate, common: Common, *, second_run: Path | None = None) -> P
         common.load_profiles(),
         assumptions,
         second=_second(second_run, runs, assumptions),
-        factors=[parse_factor(text) for text in common.factors],
+        factors=common.load_factors(),
     )
     return _on_curve(plan, rate, assumptions)
 
@@ -166,11 +178,7 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
     if flags.unit == "output-tokens":
         _only_one("--unit output-tokens", "a demand in tokens needs no profile", ("--profile", common.profile))
     else:
-        profiles = common.load_profiles()
-        if len(profiles) != 1:
-            names = ", ".join(profile.name for profile in profiles)
-            raise UsageError(f"--unit {flags.unit} needs one workload profile; choose with --profile: {names}")
-        profile = profiles[0]
+        profile = common.load_profile(f"--unit {flags.unit}")
     burst, count = None, flags.burst_accelerators_per_node
     if flags.burst_tokens_per_second is not None:
         check_positive("--burst-tokens-per-second", flags.burst_tokens_per_second)
@@ -184,7 +192,7 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
         spare_domains=flags.spare,
         domain=flags.fault_domain,
         burst=burst,
-        factors=[parse_factor(text) for text in common.factors],
+        factors=common.load_factors(),
     )
     return _on_curve(plan, rate, assumptions)
 
@@ -194,17 +202,14 @@ def buy(rate: Rate, common: Common, flags: FleetFlags, *, seats: int) -> Plan:
     if rate.run is None and rate.sweep is None and rate.tokens_per_second is None:
         rate = _published(rate)
     make, runs = _source(rate)
-    profiles = common.load_profiles()
-    if len(profiles) != 1:
-        names = ", ".join(profile.name for profile in profiles)
-        raise UsageError(f"--seats needs one workload profile; choose with --profile: {names}")
+    profile = common.load_profile("--seats")
     assumptions = common.load_assumptions(rate.run)
     assumptions = assumptions.priced_for(make(assumptions).accelerator)
     order = Order(
         seats,
-        profiles[0],
+        profile,
         lambda changed: _supply(make(changed), runs, flags),
-        [parse_factor(text) for text in common.factors],
+        common.load_factors(),
         flags.spare,
         flags.fault_domain,
     )
@@ -284,9 +289,10 @@ def cost(
     throughput, runs = _throughput(rate, assumptions)
     assumptions = assumptions.priced_for(throughput.accelerator)
     power = None if rent is not None else _power(throughput, runs, flags)
-    factors = [parse_factor(text) for text in common.factors]
     second = _second(second_run, runs, assumptions)
-    plan = plan_cost(System(throughput, power, rent, factors), common.load_profiles(), assumptions, second=second)
+    plan = plan_cost(
+        System(throughput, power, rent, common.load_factors()), common.load_profiles(), assumptions, second=second
+    )
     return _on_curve(plan, rate, assumptions)
 
 
@@ -340,20 +346,10 @@ _OF_NUMBERS = (
 
 
 def _number(rate: Rate, tokens_per_second: float, per: str) -> Callable[[Assumptions], Throughput]:
-    return lambda assumptions: from_number(
-        tokens_per_second,
-        scope=per,
-        counted=rate.counted or "output",
-        accelerators=rate.accelerators,
-        accelerator=rate.accelerator,
-        scenario=rate.scenario,
-        state=rate.state or "unverified",
-        source=rate.source or "given on the command line",
-        input_tokens_per_output_token=rate.input_per_output,
-        model=rate.model,
-        precision=rate.precision,
-        assumptions=assumptions,
-    )
+    names = ("counted", "accelerators", "accelerator", "scenario", "state", "source", "model", "precision")
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(rate, name)) is not None}
+    given |= {"scope": per, "input_tokens_per_output_token": rate.input_per_output}
+    return lambda assumptions: from_number(tokens_per_second, assumptions=assumptions, **given)
 
 
 def _of_runs(rate: Rate, path: Path) -> tuple[Callable[[Assumptions], Throughput], Sequence[Run]]:

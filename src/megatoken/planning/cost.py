@@ -181,7 +181,7 @@ def plan_cost(
     Raises:
         UsageError: the number of accelerators or the power is unknown, or the rent is out of range.
     """
-    inputs = _cost_inputs(system, assumptions)
+    inputs = cost_inputs(system, assumptions)
     throughput = system.throughput
     derated = derating(throughput, assumptions, system.factors)
     names = [name for name in CostInputs.assumption_names() if not (system.rented and name in OWNED_ONLY)]
@@ -220,7 +220,7 @@ def accelerator_hour(system: System, assumptions: Assumptions) -> tuple[float, S
     """
     if not system.rented and system.power is None:
         return None
-    inputs = _cost_inputs(system, assumptions)
+    inputs = cost_inputs(system, assumptions)
     names = _hourly_names(system)
     wall = _wall(system, assumptions)
     state = weakest((*assumptions.states(names), *([wall.state] if wall else ["given"])))
@@ -244,7 +244,8 @@ def _notes(system: System, assumptions: Assumptions) -> list[str]:
     return notes
 
 
-def _cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
+def cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
+    """All inputs of the cost of a system. Raises UsageError as ``plan_cost``."""
     throughput, rent = system.throughput, system.rent_dollars_per_accelerator_hour
     if throughput.accelerators is None:
         raise UsageError("number of accelerators unknown; pass --accelerators (1 for a machine without any)")
@@ -412,7 +413,7 @@ def _changed_inputs(system: System, assumptions: Assumptions, name: str, value: 
         if throughput.inputs[0].unit.startswith("total"):
             rate = throughput.total_tokens_per_second / (1 + value)
         throughput = replace(throughput, output_tokens_per_second=rate, input_tokens_per_output_token=value)
-    return _cost_inputs(replace(system, throughput=throughput), assumptions.but(name, value))
+    return cost_inputs(replace(system, throughput=throughput), assumptions.but(name, value))
 
 
 def _length(throughput: Throughput, assumptions: Assumptions) -> Input:

@@ -42,11 +42,11 @@ class Power:
     source: str
 
 
-def power_given(watts: float, boundary: str, state: str, source: str = "given on the command line") -> Power:
+def power_given(watts: float, boundary: str, state: str) -> Power:
     """Power given by the user. Raises UsageError for a number out of range, an unknown boundary or state."""
     check_positive("--watts", watts)
     boundary, state = choose("--boundary", boundary, BOUNDARIES), choose("--watts-state", state, STATES)
-    return Power(watts, boundary, state, source)
+    return Power(watts, boundary, state, "given on the command line")
 
 
 def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power:

@@ -24,14 +24,14 @@ class Prices:
     prefill_seconds_per_token: float
     decode_seconds_per_token: float
 
-    def interaction_seconds(self, profile: Profile, prefix_cache_share: float | None = None) -> float:
+    def interaction_seconds(self, profile: Profile) -> float:
         """Seconds of the whole system that one interaction takes."""
-        read = profile.read_tokens(prefix_cache_share) * self.prefill_seconds_per_token
+        read = profile.read_tokens() * self.prefill_seconds_per_token
         return read + profile.written_tokens * self.decode_seconds_per_token
 
-    def interactions_per_second(self, profile: Profile, prefix_cache_share: float | None = None) -> float:
+    def interactions_per_second(self, profile: Profile) -> float:
         """The rate at which a full system completes interactions of this kind only."""
-        return 1 / self.interaction_seconds(profile, prefix_cache_share)
+        return 1 / self.interaction_seconds(profile)
 
     def scaled(self, factor: float) -> Prices:
         """Prices on a system that is ``factor`` times as fast."""
@@ -157,11 +157,6 @@ class Derating:
     def planning(self) -> float:
         """The planning rate."""
         return self.rates[-1]
-
-    @property
-    def planning_share(self) -> float:
-        """Planning rate over peak rate."""
-        return self.planning / self.peak
 
     @property
     def latency_share(self) -> float:
