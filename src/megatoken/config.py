@@ -16,7 +16,7 @@ from megatoken.engine.config import REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import ConfigError
-from megatoken.text import nearest
+from megatoken.text import suggestion
 from megatoken.yaml_files import compose, demand
 
 FLAG_ALIASES = {name: f"{name}_seconds" for name in ("min_duration", "warm_up", "probe", "ttft_limit", "tpot_limit")}
@@ -380,8 +380,7 @@ def _settings(root: yaml.Node, file: str, keys: Mapping[str, Key], section: str)
             elif key in sections:
                 yield from walk(value_node, key)
             else:
-                meant = nearest(FLAG_ALIASES.get(key, key), [*keys, *sections])
-                fix = f"did you mean {meant}?" if meant else "see megatoken run --help"
+                fix = suggestion(FLAG_ALIASES.get(key, key), [*keys, *sections], "see megatoken run --help")
                 raise ConfigError(f"{place}: unknown key '{key}'; {fix}")
 
     yield from walk(root, section)

@@ -89,3 +89,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """What ``name`` was probably meant to be; letters that only changed places count for more than a missing one."""
     close = difflib.get_close_matches(name, list(known), cutoff=0.5)
     return max(close, key=lambda one: sorted(one) == sorted(name), default=None)
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """How to fix an unknown name: the nearest known one, else ``otherwise``, by default all that are known."""
+    names = list(known)
+    meant = nearest(name, names)
+    return f"did you mean {meant}?" if meant else otherwise or f"known are {', '.join(names)}"

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from megatoken.errors import ConfigError
 from megatoken.files import open_input
-from megatoken.text import nearest
+from megatoken.text import suggestion
 
 LARGEST_FILE_BYTES = 1 << 20
 LONGEST_MESSAGE = 400
@@ -217,9 +217,8 @@ def _explain(schema: type[Strict], data: Any, errors: Sequence[ErrorDetails]) ->
     key = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         known = _keys(schema, first["loc"][:-1])
-        meant = nearest(str(first["loc"][-1]), known)
-        hint = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
-        return first["loc"], f"unknown key '{key}'; {hint}"
+        fix = suggestion(str(first["loc"][-1]), known)
+        return first["loc"], f"unknown key '{key}'; {fix}"
     if first["type"] == "missing":
         return first["loc"], f"key '{key}' is missing; add it"
     # Of a value that may be of several types, pydantic reports one error for each; the deepest is of the type meant.

@@ -23,7 +23,7 @@ from megatoken.analysis.published import (
 from megatoken.analysis.repeats import check_repeats, whole_runs, worst_verdict
 from megatoken.analysis.standing import answer_length
 from megatoken.errors import UsageError
-from megatoken.text import is_number, nearest, precise
+from megatoken.text import is_number, precise, suggestion
 
 if TYPE_CHECKING:
     from megatoken.analysis.aggregation import Aggregate
@@ -105,9 +105,8 @@ def _is_published(accelerator: str) -> bool:
 
 def _check_published(flag: str, name: str, known: Collection[str]) -> None:
     if name.lower() not in {one.lower() for one in known}:
-        meant = nearest(name, known)
-        hint = f"did you mean {meant}?" if meant else f"published are {', '.join(sorted(known))}"
-        raise UsageError(f"{flag} {name}: no published result has it; {hint}")
+        fix = suggestion(name, known, f"published are {', '.join(sorted(known))}")
+        raise UsageError(f"{flag} {name}: no published result has it; {fix}")
 
 
 def run_entry(runs: Sequence[Run], name: str) -> Entry:

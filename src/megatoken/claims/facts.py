@@ -15,7 +15,7 @@ from megatoken.audit.evidence import Configuration, Evidence, Run, System, Where
 from megatoken.audit.node_rows import node_rows
 from megatoken.claims.formula import FormulaError, Value
 from megatoken.errors import UsageError
-from megatoken.text import nearest
+from megatoken.text import suggestion
 
 LOGS = "the detail log of every node"
 CLOCKS = "test_datetime, power_begin and power_end in every node's detail log, or one LoadGen log over the whole rack"
@@ -105,9 +105,7 @@ class Facts:
         settle = self.missing.get(name) or MISSING.get(name) or (GROUPS.get(group) if dot else None)
         if settle is None:
             known = sorted({*MISSING, *self.values})
-            meant = nearest(name, known)
-            hint = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
-            raise FormulaError(f"unknown fact {name}; {hint}")
+            raise FormulaError(f"unknown fact {name}; {suggestion(name, known)}")
         raise UnknownFactError(name, settle)
 
 

@@ -23,7 +23,7 @@ from megatoken.claims.facts import Facts, UnknownFactError
 from megatoken.claims.formula import OF_LISTS, OF_NUMBERS, FormulaError, Value
 from megatoken.claims.schema import Claim, Input
 from megatoken.errors import UsageError
-from megatoken.text import count_of, exact, nearest
+from megatoken.text import count_of, exact, suggestion
 
 T = TypeVar("T")
 
@@ -208,9 +208,7 @@ def _parts(row: PublishedResult) -> dict[str, float | None]:
 def _known(table: Mapping[str, T], name: str, kind: str) -> T:
     if name in table:
         return table[name]
-    meant = nearest(name, table)
-    hint = f"did you mean {meant}?" if meant else f"known are {', '.join(sorted(table))}"
-    raise FormulaError(f"unknown {kind} {name!r}; {hint}")
+    raise FormulaError(f"unknown {kind} {name!r}; {suggestion(name, sorted(table))}")
 
 
 def filtered_rows(filters: Mapping[str, Value]) -> list[PublishedResult]:
@@ -224,9 +222,7 @@ def filtered_rows(filters: Mapping[str, Value]) -> list[PublishedResult]:
     rows = list(published_results())
     for name, value in ({"division": "closed"} | dict(filters)).items():
         if name not in FILTERS:
-            meant = nearest(name, FILTERS)
-            hint = f"did you mean {meant}?" if meant else f"known are {', '.join(FILTERS)}"
-            raise FormulaError(f"unknown filter {name}; {hint}")
+            raise FormulaError(f"unknown filter {name}; {suggestion(name, FILTERS)}")
         if isinstance(value, tuple):
             raise FormulaError(f"filter {name} takes one text or number, not a list")
         texts = value.split("|") if isinstance(value, str) else [exact(value).replace(",", "")]

@@ -14,7 +14,7 @@ from pydantic import Field
 from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import ConfigError
 from megatoken.planning.figures import Input, State
-from megatoken.text import exact, nearest
+from megatoken.text import exact, suggestion
 from megatoken.yaml_files import Strict, one_line, read_strict
 
 _Schema = TypeVar("_Schema", bound=Strict)
@@ -153,9 +153,7 @@ def _prices() -> dict[str, dict[str, _Price]]:
 
 def _known(entries: Mapping[str, Assumption], name: str, place: str) -> Assumption:
     if name not in entries:
-        meant = nearest(name, entries)
-        fix = f"did you mean {meant}?" if meant else f"known are {', '.join(entries)}"
-        raise ConfigError(f"{place}: " + one_line(f"unknown assumption '{name}'; {fix}"))
+        raise ConfigError(f"{place}: " + one_line(f"unknown assumption '{name}'; {suggestion(name, entries)}"))
     return entries[name]
 
 

@@ -19,7 +19,7 @@ from megatoken.planning.fleet import MOST_NODES, Size, SupplyClass, fit, nodes_f
 from megatoken.planning.pricing import CEILING, SCHEDULED, derating, interactions_of_users, price
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile
-from megatoken.text import count_of, nearest, precise, significant
+from megatoken.text import count_of, precise, significant, suggestion
 from megatoken.yaml_files import LARGEST_FILE_BYTES, Strict
 
 UNITS = {"output-tokens": "output tokens/s", "interactions": "interactions/s", "users": "users"}
@@ -209,8 +209,7 @@ def plan_replacement(
 
 def _curve_file(path: Path, shipped: dict[str, _CurveEntry]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if not path.exists():
-        meant = nearest(str(path), shipped)
-        fix = f"did you mean {meant}?" if meant else f"shipped curves are {', '.join(shipped)}"
+        fix = suggestion(str(path), shipped, f"shipped curves are {', '.join(shipped)}")
         raise UsageError(f"{path}: no such curve or file; {fix}")
     try:
         text, _ = read_text(path, LARGEST_FILE_BYTES)

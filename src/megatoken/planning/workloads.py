@@ -13,7 +13,7 @@ from megatoken.errors import ConfigError
 from megatoken.planning.assumptions import read_shipped
 from megatoken.planning.figures import State
 from megatoken.planning.schedule import Lengths
-from megatoken.text import nearest
+from megatoken.text import suggestion
 from megatoken.yaml_files import Strict, read_strict
 
 LARGEST_COUNT = 100_000_000
@@ -103,9 +103,7 @@ def load_profiles(path: Path | None = None, names: Iterable[str] = ()) -> tuple[
     known = {**_shipped(), **own}
     for name in names:
         if name not in known:
-            meant = nearest(name, known)
-            fix = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
-            raise ConfigError(f"unknown workload profile '{name}'; {fix}")
+            raise ConfigError(f"unknown workload profile '{name}'; {suggestion(name, known)}")
     return tuple(known[name] for name in (names or own or known))
 
 
