@@ -13,7 +13,7 @@ from megatoken.hardware.telemetry import Telemetry
 
 
 def reading(since: float, at: float, watts: float | None, clock: float = 1500.0) -> Reading:
-    return Reading(since, at, Telemetry(watts, clock, 60.0))
+    return Reading(since, at, Telemetry(power_watts=watts, clock_mhz=clock, temperature_celsius=60.0))
 
 
 def test_power_is_weighted_by_time_and_cut_at_the_ends() -> None:

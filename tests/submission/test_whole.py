@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_a_tree_of_real_runs_is_accepted(built: Callable[[str, str], Path], roun
         assert (result.exit_code, result.round, result.mlcommons_refuses) == (0, round_, False)
     found = {(figure.key.scenario, figure.unit) for _, _, figure in result.results}
     assert found == {("Offline", "tokens/s"), ("Server", "tokens/s")}
-    failed = [item.to_document() for item in audit(root, round=round_).findings if item.severity is Severity.FAIL]
+    failed = [asdict(item) for item in audit(root, round=round_).findings if item.severity is Severity.FAIL]
     assert failed == []
 
 

@@ -83,10 +83,10 @@ class Judged:
     at_most: bool
     answer: Answer
     found: float | None
-    samples: int | None
-    over: int | None
-    needed: int | None
     why: str
+    samples: int | None = None
+    over: int | None = None
+    needed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,18 +268,8 @@ def _open(limit: Limit, why: str, found: float | None = None) -> Judged:
     return _with(limit, Answer.CANNOT_TELL, why, found)
 
 
-def _with(
-    limit: Limit,
-    answer: Answer,
-    why: str,
-    found: float | None,
-    samples: int | None = None,
-    over: int | None = None,
-    needed: int | None = None,
-) -> Judged:
-    return Judged(
-        limit.key, limit.label, limit.value, limit.unit, limit.at_most, answer, found, samples, over, needed, why
-    )
+def _with(limit: Limit, answer: Answer, why: str, found: float | None, **parts: int) -> Judged:
+    return Judged(limit.key, limit.label, limit.value, limit.unit, limit.at_most, answer, found, why, **parts)
 
 
 def _shown(value: float, unit: str) -> str:

@@ -150,14 +150,15 @@ def read_machine(path: Path) -> Machine:
     return machine_of(read_document(path, "--machine"), str(path))
 
 
+def measured_values(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The values of a qualification that were measured, by name."""
+    values = (value for test in document["tests"] for value in test["values"])
+    return {value["name"]: value for value in values if value.get("median") is not None}
+
+
 def machine_of(document: Mapping[str, Any], source: str) -> Machine:
     """The same of a document that was read."""
-    values = {
-        value["name"]: value
-        for test in document["tests"]
-        for value in test["values"]
-        if value.get("median") is not None
-    }
+    values = measured_values(document)
     name = str(document["device"])
     memory = (document["machine"].get("memory") or {}).get("available_bytes") or 0
     if name in gpus():

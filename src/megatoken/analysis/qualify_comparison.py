@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatoken.analysis.qualified import Machine, machine_of, predict
+from megatoken.analysis.qualified import Machine, machine_of, measured_values, predict
 from megatoken.engine.config import SHAPES, EngineConfig
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import cause
@@ -62,12 +62,7 @@ def compare_with(document: Mapping[str, Any], table: str) -> dict[str, Any]:
         UsageError: the file cannot be read, or is another table.
     """
     path, table_rows = table_of(table)
-    values = {
-        value["name"]: value
-        for test in document["tests"]
-        for value in test["values"]
-        if value.get("median") is not None
-    }
+    values = measured_values(document)
     predicted = _Predictions(machine_of(document, "this qualification"))
     rows = []
     for row in table_rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Audit:
             "notes": list(self.notes),
             "artefact_kind": self.evidence.kind,
             "round": self.evidence.round,
-            "findings": [finding.to_document() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "counts": self.counts,
             "artefacts": [run.to_document() for run in self.evidence.runs],
             "systems": [{"path": system.path, **dict(system.values)} for system in self.evidence.systems],

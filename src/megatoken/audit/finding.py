@@ -136,14 +136,6 @@ class Finding:
     why: str
     count: int
 
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON."""
-        names = ("id", "severity", "title", "expected", "found", "where", "why", "count")
-        return {name: getattr(self, name) for name in names} | {
-            "severity": str(self.severity),
-            "where": [place.to_document() for place in self.where],
-        }
-
 
 @dataclass
 class _Entry:

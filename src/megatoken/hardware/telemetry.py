@@ -23,7 +23,7 @@ Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
-class Telemetry:
+class Telemetry(Counters):
     """What one replica's GPUs and its node report; None: unknown.
 
     Power and shares are means since the reading before. Of several GPUs, power and traffic are sums, clocks the lowest
@@ -38,12 +38,6 @@ class Telemetry:
     clock_reasons: int | None = None  # bits of nvml.CLOCK_REASONS, each that was seen since the reading before
     pcie_received_bytes_per_second: float | None = None
     pcie_sent_bytes_per_second: float | None = None
-    ecc_corrected_errors: int | None = None
-    ecc_uncorrected_errors: int | None = None
-    rows_remapped: int | None = None
-    pcie_replays: int | None = None
-    nvlink_errors: int | None = None
-    c2c_errors: int | None = None
     xid_errors: int | None = None
     last_xid: int | None = None  # code of the last critical error
     package_power_watts: float | None = None  # of the node's processors (RAPL)
