@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cli_support import call_here
-from megatoken.accuracy import decoder_check
+from megatoken.accuracy import against
 from megatoken.accuracy.against import bootstrap, mcnemar, ratio, wilson
 from megatoken.engine.config import model_folder
 from megatoken.engine.schemes import packed4
@@ -63,12 +63,12 @@ def test_bootstrap_is_paired_and_covers() -> None:
 
 
 def test_a_wrong_decoder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = decoder_check.check_decoders()
+    checks = against.check_decoders()
     assert [one.wrong for one in checks] == [0] * 5
     assert sum(one.values for one in checks) > 40_000
     wrong = {**packed4.VALUES, "e2m1": (*packed4.VALUES["e2m1"][:7], 7.0, *packed4.VALUES["e2m1"][8:])}
     monkeypatch.setattr(packed4, "VALUES", wrong)
-    assert decoder_check.check_decoders()[0].wrong == 252  # all scales but zero and minus zero
+    assert against.check_decoders()[0].wrong == 252  # all scales but zero and minus zero
 
 
 # Checkpoints

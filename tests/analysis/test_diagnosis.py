@@ -11,7 +11,7 @@ import pytest
 from cli_support import call_here
 from megatoken.analysis.diagnosis import diagnose
 from megatoken.analysis.summary import summarise_run
-from megatoken.hardware.doctor.finding import State
+from megatoken.hardware.doctor import State
 from megatoken.runs.run import Run, read_run
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.runs.writer import RunFolder

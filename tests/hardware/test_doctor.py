@@ -15,14 +15,14 @@ import psutil
 import pytest
 
 from cli_support import call_here
-from megatoken.hardware.doctor import examine, gpu, software, system
-from megatoken.hardware.doctor.finding import Finding, State
+from megatoken.hardware import doctor
+from megatoken.hardware.doctor import Finding, State, examine
 from megatoken.hardware.nvml import all_gpus
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "SAMPLE_SECONDS", 0.05)
+    monkeypatch.setattr(doctor, "SAMPLE_SECONDS", 0.05)
 
 
 def by_code(findings: Iterator[Finding]) -> dict[str, Finding]:
@@ -38,11 +38,11 @@ def write(path: Path, text: str) -> None:
 
 
 def test_a_governor_that_saves_power_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "CPUS", tmp_path)
-    assert by_code(system.check_system(tmp_path))["cpu_governor"].state == State.OK
+    monkeypatch.setattr(doctor, "CPUS", tmp_path)
+    assert by_code(doctor.check_system(tmp_path))["cpu_governor"].state == State.OK
     for core, governor in enumerate(["performance", "powersave"]):
         write(tmp_path / f"cpu{core}/cpufreq/scaling_governor", governor + "\n")
-    found = by_code(system.check_system(tmp_path))["cpu_governor"]
+    found = by_code(doctor.check_system(tmp_path))["cpu_governor"]
     assert found.state == State.FIX
     assert "1 of 2 cores use the governor powersave" in found.message
 
@@ -51,30 +51,30 @@ def test_a_governor_that_saves_power_is_found(tmp_path: Path, monkeypatch: pytes
 def test_huge_pages_that_are_off_are_found(
     text: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(system, "HUGE_PAGES", tmp_path / "enabled")
-    assert by_code(system.check_system(tmp_path))["huge_pages"].state == State.UNKNOWN
+    monkeypatch.setattr(doctor, "HUGE_PAGES", tmp_path / "enabled")
+    assert by_code(doctor.check_system(tmp_path))["huge_pages"].state == State.UNKNOWN
     write(tmp_path / "enabled", text)
-    assert by_code(system.check_system(tmp_path))["huge_pages"].state == state
+    assert by_code(doctor.check_system(tmp_path))["huge_pages"].state == state
 
 
 def test_limits_of_a_container_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "cpu", lambda: {"usable_cores": 4, "quota_cores": 1.5})
+    monkeypatch.setattr(doctor, "cpu", lambda: {"usable_cores": 4, "quota_cores": 1.5})
     monkeypatch.setattr(psutil, "cpu_count", lambda: 8)
     sizes = {"limit_bytes": 2**32, "total_bytes": 2**36, "available_bytes": 2**33}
-    monkeypatch.setattr(system, "memory", lambda: sizes)
-    found = by_code(system.check_system(tmp_path))
+    monkeypatch.setattr(doctor, "memory", lambda: sizes)
+    found = by_code(doctor.check_system(tmp_path))
     assert "1.5 of 8 cores" in found["cpu_limit"].message
     assert "4.0 of 64.0 GiB" in found["memory_limit"].message
     assert found["memory_free"].state == State.FIX
 
 
 def test_a_busy_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "SAMPLE_SECONDS", 0.3)
-    monkeypatch.setattr(system, "BUSY_SHARE", 0.01)
-    monkeypatch.setattr(system, "MOST_NAMED", 10_000)
+    monkeypatch.setattr(doctor, "SAMPLE_SECONDS", 0.3)
+    monkeypatch.setattr(doctor, "BUSY_SHARE", 0.01)
+    monkeypatch.setattr(doctor, "MOST_NAMED", 10_000)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:
-            found = by_code(system.check_system(tmp_path))["cpu_load"]
+            found = by_code(doctor.check_system(tmp_path))["cpu_load"]
         finally:
             busy.kill()
     assert found.state == State.FIX
@@ -82,14 +82,14 @@ def test_a_busy_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_few_open_files_and_a_full_disk_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system.resource, "getrlimit", lambda which: (1024, 2048))
-    monkeypatch.setattr(system.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
-    found = by_code(system.check_system(tmp_path))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 2048))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    found = by_code(doctor.check_system(tmp_path))
     assert found["open_files"].command == "ulimit -n 2048"
     assert "1.0 GB are free" in found["disk_space"].message
     monkeypatch.undo()
-    monkeypatch.setattr(system, "SAMPLE_SECONDS", 0.05)
-    assert by_code(system.check_system(tmp_path / "none"))["disk_space"].state == State.UNKNOWN
+    monkeypatch.setattr(doctor, "SAMPLE_SECONDS", 0.05)
+    assert by_code(doctor.check_system(tmp_path / "none"))["disk_space"].state == State.UNKNOWN
 
 
 @pytest.mark.parametrize(("answer", "state"), [(0, "OK"), (5, "FIX"), (-1, "UNKNOWN")])
@@ -97,17 +97,17 @@ def test_a_clock_that_is_not_synchronised_is_found(
     answer: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = SimpleNamespace(adjtimex=lambda buffer: answer)
-    monkeypatch.setattr(system.ctypes, "CDLL", lambda name: library)
-    assert by_code(system.check_system(tmp_path))["clock_sync"].state == state
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: library)
+    assert by_code(doctor.check_system(tmp_path))["clock_sync"].state == state
 
 
 def test_missing_compilers_extras_and_harmful_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
-    monkeypatch.setattr(software, "find_spec", lambda module: None if module == "ray" else object())
-    monkeypatch.setattr(software.metadata, "version", lambda package: "2.13.0+cpu")
-    found = by_code(software.check_software(has_gpu=True))
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None if module == "ray" else object())
+    monkeypatch.setattr(doctor.metadata, "version", lambda package: "2.13.0+cpu")
+    found = by_code(doctor.check_software(has_gpu=True))
     assert {code for code, one in found.items() if one.state == State.FIX} - {"variable_OMP_NUM_THREADS"} == {
         "compiler",
         "extra_rack",
@@ -115,7 +115,7 @@ def test_missing_compilers_extras_and_harmful_variables_are_found(monkeypatch: p
         "variable_NCCL_P2P_DISABLE",
     }
     assert found["extra_rack"].command.endswith("[rack]'")
-    assert "torch_build" not in by_code(software.check_software(has_gpu=False))
+    assert "torch_build" not in by_code(doctor.check_software(has_gpu=False))
 
 
 class Nvml:
@@ -175,20 +175,20 @@ HEALTHY = {
     ],
 )
 def test_each_setting_of_a_gpu_is_found_with_its_command(question: str, answer: object, code: str, words: str) -> None:
-    (found,) = by_code(gpu.check_gpus(all_gpus(Nvml(**HEALTHY | {question: answer})))).values()
+    (found,) = by_code(doctor.check_gpus(all_gpus(Nvml(**HEALTHY | {question: answer})))).values()
     assert (found.code, found.state) == (f"gpu0_{code}", State.FIX)
     assert words in found.command
 
 
 def test_a_healthy_gpu_has_nothing_to_fix_and_a_silent_one_is_no_fault() -> None:
     for nvml in (Nvml(**HEALTHY), Nvml()):
-        assert [finding.state for finding in gpu.check_gpus(all_gpus(nvml))] == [State.OK]
+        assert [finding.state for finding in doctor.check_gpus(all_gpus(nvml))] == [State.OK]
 
 
 def test_a_machine_with_a_driver_and_no_nvml_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["megatoken.hardware.doctor.examine"], "DRIVER", tmp_path)
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     findings = {one["code"]: one for one in examine(tmp_path)["findings"]}
     assert findings["gpu"]["command"].endswith("[gpu]'")

@@ -11,7 +11,7 @@ import numpy as np
 from megatoken.analysis.series import Floats, gpu_errors, numbers, totals_over_time
 from megatoken.analysis.stability import FATAL_ERRORS
 from megatoken.files import new_document
-from megatoken.hardware.doctor.finding import Finding, fix, ok, unknown
+from megatoken.hardware.doctor import Finding, fix, ok, unknown
 from megatoken.hardware.nvml import HARMFUL_REASONS, POWER_CAP, words_of
 from megatoken.text import count_of, is_number, precise
 from megatoken.text import number as short

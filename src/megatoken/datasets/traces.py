@@ -26,9 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.datasets.lengths import fit_lengths
+from megatoken.datasets.lengths import RandomIds, fit_lengths
 from megatoken.datasets.lines import read_lines
-from megatoken.datasets.random_ids import RandomIds
 from megatoken.datasets.requests import Dataset, LazyRows
 from megatoken.engine.request import Request
 from megatoken.errors import DatasetError
