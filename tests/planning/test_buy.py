@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import load_assumptions
 from megatoken.planning.buy import Order, answer
-from megatoken.planning.commands import Common, FleetFlags, PowerFlags, Rate, buy, capacity, cost, energy, fleet
+from megatoken.planning.commands import buy, capacity, cost, energy, fleet
 from megatoken.planning.cost import System
 from megatoken.planning.energy import power_of
+from megatoken.planning.flags import Common, FleetFlags, PowerFlags, Rate
 from megatoken.planning.fleet_plan import Supply
 from megatoken.planning.throughput import from_number
 from megatoken.planning.workloads import load_profiles

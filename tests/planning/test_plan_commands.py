@@ -5,7 +5,8 @@ import json
 import pytest
 
 from megatoken.errors import UsageError
-from megatoken.planning.commands import Common, FleetFlags, PowerFlags, Rate, capacity, cost, energy, fleet
+from megatoken.planning.commands import capacity, cost, energy, fleet
+from megatoken.planning.flags import Common, FleetFlags, PowerFlags, Rate
 
 RACK = Rate(tokens_per_second=1_100_948.3, per="rack", accelerators=72, accelerator="GB300")
 ONE = Common(profile=["simple_qa"])
@@ -85,9 +86,9 @@ def test_two_classes():
 def test_two_runs_of_one_system(make_run):
     first = make_run(name="first", input_tokens=2000)
     second = make_run(name="second", output_tokens=201)
-    plan = capacity(Rate(run=first.path), Common(), second_run=second.path)
+    plan = capacity(Rate(run=first.path), Common(second_run=second.path))
     assert plan.result("System time per input token").state == "measured"
-    cost(Rate(run=first.path, accelerators=1), Common(), PowerFlags(watts=65), second_run=second.path)
+    cost(Rate(run=first.path, accelerators=1), Common(second_run=second.path), PowerFlags(watts=65))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_what_may_not_stand_together(make_run, tmp_path):
         with pytest.raises(UsageError, match=why):
             capacity(rate, Common())
     with pytest.raises(UsageError, match="needs a first run, not a number"):
-        capacity(RACK, Common(), second_run=run)
+        capacity(RACK, Common(second_run=run))
     with pytest.raises(UsageError, match="choose with --profile: simple_qa, rag"):
         fleet(RACK, Common(), FleetFlags(demand=5, accelerators_per_node=4))
     with pytest.raises(UsageError, match="--replace-nodes, --replace-rate"):

@@ -4,7 +4,7 @@ import pytest
 
 from megatoken.analysis.repeats import interval, read_repeats_in
 from megatoken.errors import UsageError
-from megatoken.planning import commands
+from megatoken.planning import commands, flags
 from megatoken.planning.capacity import plan_capacity
 from megatoken.planning.energy import energy_of, plan_energy, power_of
 from megatoken.planning.throughput import from_runs
@@ -53,13 +53,13 @@ def test_energy_is_that_of_all_over_the_tokens_of_all(repeats, assumptions):
 
 
 def test_a_folder_of_repeats_is_planned_with_by_every_command(repeats, tmp_path):
-    rate = commands.Rate(run=tmp_path)
+    rate = flags.Rate(run=tmp_path)
     mean = interval([run.result["output_tokens_per_second"] for run in repeats])["geometric_mean"]
-    assert commands.capacity(rate, commands.Common()).result("Peak rate").value == mean
-    assert commands.energy(rate, commands.Common(), commands.PowerFlags()).inputs[0].value == mean
-    assert commands.cost(rate, commands.Common(), commands.PowerFlags(watts=900.0)).inputs[0].value == mean
-    demand = commands.FleetFlags(demand=5.0)
-    assert commands.fleet(rate, commands.Common(profile=["rag"]), demand).inputs[1].value == mean
+    assert commands.capacity(rate, flags.Common()).result("Peak rate").value == mean
+    assert commands.energy(rate, flags.Common(), flags.PowerFlags()).inputs[0].value == mean
+    assert commands.cost(rate, flags.Common(), flags.PowerFlags(watts=900.0)).inputs[0].value == mean
+    demand = flags.FleetFlags(demand=5.0)
+    assert commands.fleet(rate, flags.Common(profile=["rag"]), demand).inputs[1].value == mean
 
 
 def test_runs_that_are_no_repeats_are_not_averaged(make_run, tmp_path):
@@ -67,10 +67,10 @@ def test_runs_that_are_no_repeats_are_not_averaged(make_run, tmp_path):
     make_run(name="002", scenario="offline")
     match = "002 is not a repeat of 001: scenario is offline, not server; give one of them"
     with pytest.raises(UsageError, match=match):
-        commands.capacity(commands.Rate(run=tmp_path), commands.Common())
+        commands.capacity(flags.Rate(run=tmp_path), flags.Common())
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no run folder and none below it"):
-        commands.capacity(commands.Rate(run=tmp_path / "empty"), commands.Common())
+        commands.capacity(flags.Rate(run=tmp_path / "empty"), flags.Common())
 
 
 def test_a_server_run_says_that_its_rate_was_offered(make_run, assumptions):

@@ -5,66 +5,42 @@ from __future__ import annotations
 from dataclasses import fields
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from megatoken.cli.flags import FLAGS, Command, flag, group, key_command, place
 from megatoken.cli.output import Json, Out, counted, deliver
 from megatoken.errors import ExitCode, UsageError
+from megatoken.planning.flags import Common, FleetFlags, PowerFlags, Rate
 
 if TYPE_CHECKING:
     from megatoken.planning.figures import Plan
 
 app = group("Turn a rate into users, machines, watts and money.")
 
-_TEXT, _NUMBER, _COUNT, _FILE, _LIST = str | None, float | None, int | None, Path | None, list[str] | None
-# Flags by the name of their field in planning/commands.py: type, metavar, help.
-_FIELDS: dict[str, tuple[Any, str, str]] = {
-    "tokens_per_second": (_NUMBER, "N", "The rate, instead of RUN."),
-    "per": (_TEXT, "accelerator|node|rack|system", "What has this rate."),
-    "counted": (_TEXT, "output|total", "Tokens that the rate counts. Default: output."),
-    "accelerators": (_COUNT, "N", "Number of accelerators."),
-    "accelerator": (_TEXT, "NAME", "Accelerator model, for example GB300."),
-    "scenario": (_TEXT, "offline|server|interactive", "Scenario in which the rate was measured."),
-    "state": (_TEXT, "STATE", "State of the rate: measured, verified, unverified, estimate. Default: unverified."),
-    "source": (_TEXT, "TEXT", "Source of the rate."),
-    "input_per_output": (_NUMBER, "X", "Input tokens per output token of the requests."),
-    "model": (_TEXT, "SHAPE", "Named model shape, for KV memory and step times. Default: llama2-70b."),
-    "precision": (_TEXT, "bf16|fp8|fp4", "Number format. Default: the fastest of the accelerator."),
-    "sweep": (_FILE, "FOLDER|sweep.json", "Measured curve, instead of RUN: the rate at which the limits are kept."),
-    "percentile": (_TEXT, "p50|p90|p95|p99", "Of a sweep's requests, that must keep the limits. Default: p99."),
-    "ttft_limit": (_NUMBER, "SECONDS", "Longest time to first token."),
-    "tpot_limit": (_NUMBER, "SECONDS", "Longest time per output token."),
-    "profile": (_LIST, "NAME", "Workload profile; repeatable."),
-    "profiles": (_FILE, "FILE", "Your own workload profiles (YAML)."),
-    "settings": (_LIST, "NAME=VALUE[:LOW:HIGH]", "Change an assumption; repeatable."),
-    "assumptions": (_FILE, "FILE", "Your own assumptions (YAML)."),
-    "slo": (_FILE, "FILE", "Your limits (YAML); a plan keeps p99 of ttft_seconds and tpot_seconds."),
-    "factors": (_LIST, "NAME=SHARE", "Factor that lowers the rate, for example makespan=0.936; repeatable."),
-    "second_run": (_FILE, "RUN", "Run of the same system with other input and output lengths."),
-    "seats": (int, "N", "People who have access."),
-    "demand": (_NUMBER, "N", "Constant demand, or peak of --curve."),
-    "unit": (str, "interactions|users|output-tokens", "Unit of --demand."),
-    "curve": (_TEXT, "NAME|FILE.csv", "Demand over time: a named curve or a CSV file."),
-    "accelerators_per_node": (_COUNT, "N", "Accelerators per node."),
-    "nodes_per_rack": (_COUNT, "N", "Nodes per rack."),
-    "spare": (int, "N", "Spare fault domains: how many may fail without loss."),
-    "fault_domain": (str, "node|rack", "What fails as one unit."),
-    "burst_tokens_per_second": (_NUMBER, "N", "Tokens/s of one node of a second class, rented by the hour."),
-    "burst_accelerators_per_node": (_COUNT, "N", "Accelerators per node of the second class."),
-    "replace_nodes": (_COUNT, "N", "Compute how many nodes replace N old nodes."),
-    "replace_rate": (_NUMBER, "N", "Tokens/s of one old node."),
-    "watts": (_NUMBER, "N", "Power in watts. Default: measured in RUN, otherwise nameplate."),
-    "boundary": (_TEXT, "wall|accelerators", "Where --watts was measured. Default: wall."),
-    "watts_state": (_TEXT, "STATE", "State of --watts: measured, verified, estimate, nameplate. Default: given."),
-    "rent": (_NUMBER, "DOLLARS", "Price of an accelerator hour, instead of buying."),
-}
-_NAMES = tuple(_FIELDS)
-_OF_ALL = _NAMES[: _NAMES.index("factors")]
-_OF_POWER = ("watts", "boundary", "watts_state")
+_RUN = "Run folder, folder of repeats, or aggregate.json; or give --sweep or --tokens-per-second."
 _OTHER_NAMES = {"settings": "--set", "factors": "--factor"}
-_DEFAULTS = {"unit": "interactions", "spare": 1, "fault_domain": "node"}
+
+
+def _flags_of(*parts: type[Any]) -> dict[str, tuple[Any, Any]]:
+    """The flags that these parts of a plan describe: annotation and default by name."""
+    found = {}
+    for part in parts:
+        hints = get_type_hints(part)
+        for one in fields(part):
+            if one.metadata:
+                typed = _OTHER_NAMES.get(one.name, f"--{one.name.replace('_', '-')}")
+                of = hints[one.name] | None if one.default == () else hints[one.name]
+                option = flag(one.metadata["metavar"], one.metadata["help"], typed)
+                found[one.name] = Annotated[of, option], one.default or None
+    return found
+
+
+_OF_FLEET, _OF_POWER = _flags_of(FleetFlags), _flags_of(PowerFlags)
+_SEATS = Annotated[int, flag("N", "People who have access.", "--seats")], Parameter.empty
+_FLAGS = _flags_of(Rate, Common) | _OF_FLEET | _OF_POWER | {"seats": _SEATS}
+_OF_SOME = ("second_run", "factors")  # of the flags in Common
 
 
 def _made(kind: str, flags: dict[str, Any]) -> Plan:
@@ -74,44 +50,39 @@ def _made(kind: str, flags: dict[str, Any]) -> Plan:
         names = [field.name for field in fields(parts)]
         return parts(**{name: flags[name] for name in names if flags.get(name) is not None})
 
-    rate, common, second_run = part(commands.Rate), part(commands.Common), flags.get("second_run")
+    rate, common = part(Rate), part(Common)
     if kind == "capacity":
-        return commands.capacity(rate, common, second_run=second_run)
+        return commands.capacity(rate, common)
     if kind == "fleet":
-        return commands.fleet(rate, common, part(commands.FleetFlags))
+        return commands.fleet(rate, common, part(FleetFlags))
     if kind == "buy":
-        return commands.buy(rate, common, part(commands.FleetFlags), seats=flags["seats"])
-    power = part(commands.PowerFlags)
-    if kind == "energy":
-        return commands.energy(rate, common, power)
-    return commands.cost(rate, common, power, rent=flags["rent"], second_run=second_run)
+        return commands.buy(rate, common, part(FleetFlags), seats=flags["seats"])
+    power = part(PowerFlags)
+    return (
+        commands.energy(rate, common, power) if kind == "energy" else commands.cost(rate, common, power, flags["rent"])
+    )
 
 
 def _add(kind: str, words: str, *own: str) -> None:
     """Add the command of a plan, with the flags of all plans and its ``own``."""
-    types: dict[str, Any] = {"run": Annotated[_FILE, place("RUN", _RUN)]}
-    for name in (*_OF_ALL, *own):
-        of, metavar, text = _FIELDS[name]
-        typed = _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
-        types[name] = Annotated[of, flag(metavar, text, typed)]
-    types |= {"out": Out, "json_only": Json}
+    names = [name for name in _flags_of(Rate, Common) if name not in _OF_SOME]
+    known = {"run": (Annotated[Path | None, place("RUN", _RUN)], None)} | {
+        name: _FLAGS[name] for name in (*names, *own)
+    }
+    known |= {"out": (Out, None), "json_only": (Json, False)}
 
     def command(*, out: Path | None, json_only: bool, **flags: Any) -> int:
         deliver(_made(kind, flags).to_document(), json_only=json_only, out=out)
         return ExitCode.OK
 
-    defaults = {**_DEFAULTS, "json_only": False, "seats": Parameter.empty}
-    command.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=of)
-            for name, of in types.items()
-        ]
-    )
-    command.__annotations__ = types
+    parameters = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=of) for name, (of, default) in known.items()
+    ]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {name: of for name, (of, _) in known.items()}
     app.command(kind, cls=Command, help=words)(command)
 
 
-_RUN = "Run folder, folder of repeats, or aggregate.json; or give --sweep or --tokens-per-second."
 _add(
     "buy",
     "Racks, money and energy for so many seats. With ranges; for example: --seats 5000 --profile rag"
@@ -125,8 +96,7 @@ _add(
     "second_run",
     "factors",
 )
-_OF_FLEET = _NAMES[_NAMES.index("demand") : _NAMES.index("watts")]
-_add("fleet", "How many accelerators, nodes and racks a demand needs.", *_OF_FLEET, "rent", "factors")
+_add("fleet", "How many accelerators, nodes and racks a demand needs.", *_OF_FLEET, "factors")
 _add("energy", "Energy and carbon per token. Of accelerators, machines and site.", *_OF_POWER)
 _add(
     "cost",

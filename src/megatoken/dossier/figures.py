@@ -12,8 +12,9 @@ from megatoken.analysis.history import machine_of
 from megatoken.analysis.machine import accelerator_name, rate_state, run_accelerators
 from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import UsageError
-from megatoken.planning.commands import Common, PowerFlags, Rate, cost, energy, rate_of_nodes
+from megatoken.planning.commands import cost, energy, rate_of_nodes
 from megatoken.planning.figures import Plan, State
+from megatoken.planning.flags import Common, PowerFlags, Rate
 from megatoken.planning.run_price import request_price
 from megatoken.runs.run import Run
 

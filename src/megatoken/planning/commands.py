@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from megatoken.planning.capacity import plan_capacity
 from megatoken.planning.cost import System, plan_cost
 from megatoken.planning.energy import Power, energy_of, plan_energy, power_given, power_of
 from megatoken.planning.figures import Input, Plan
+from megatoken.planning.flags import Common, FleetFlags, PowerFlags, Rate
 from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
 from megatoken.planning.pricing import parse_factor
 from megatoken.planning.schedule import PRECISIONS, Lengths, find_replica, offline_rate
@@ -43,95 +44,28 @@ if TYPE_CHECKING:
 BENCHMARK = "llama2-70b-99"  # whose published rates and lengths are the defaults
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """The rate that a plan starts from: a run folder, a folder of repeats, a sweep, or a number with its scope.
-
-    ``percentile`` of the requests of a sweep must keep the limits; by default p99.
-    ``tokens_per_second`` to ``input_per_output`` are flags of the same name. With a run, only ``accelerators`` and
-    ``accelerator`` may be given, for a folder that does not state them.
-    """
-
-    run: Path | None = None
-    sweep: Path | None = None
-    percentile: str | None = None
-    tokens_per_second: float | None = None
-    per: str | None = None
-    counted: str | None = None
-    accelerators: int | None = None
-    accelerator: str | None = None
-    scenario: str | None = None
-    state: str | None = None
-    source: str | None = None
-    input_per_output: float | None = None
-    model: str | None = None
-    precision: str | None = None
+def _assumptions(common: Common, run: Path | None = None) -> Assumptions:
+    """The defaults with the user's changes; p99 limits are those of the flags, of the file, else of the ``run``."""
+    flags = zip(LIMITS, (common.ttft_limit, common.tpot_limit), strict=True)
+    given = [f"{name}={value!r}" for name, value in flags if value is not None]
+    return load_assumptions(common.assumptions, [*_limit_settings(common.slo, run), *common.settings, *given])
 
 
-@dataclass(frozen=True, slots=True)
-class Common:
-    """Flags of all four commands: profiles, assumptions, and factors that lower the rate."""
-
-    profiles: Path | None = None
-    profile: Sequence[str] = ()
-    assumptions: Path | None = None
-    settings: Sequence[str] = ()
-    factors: Sequence[str] = ()
-    slo: Path | None = None
-    ttft_limit: float | None = None
-    tpot_limit: float | None = None
-
-    def load_assumptions(self, run: Path | None = None) -> Assumptions:
-        """The defaults with the user's changes; p99 limits are those of the flags, of the file, else of the ``run``."""
-        flags = zip(LIMITS, (self.ttft_limit, self.tpot_limit), strict=True)
-        given = [f"{name}={value!r}" for name, value in flags if value is not None]
-        return load_assumptions(self.assumptions, [*_limit_settings(self.slo, run), *self.settings, *given])
-
-    def load_profiles(self) -> tuple[Profile, ...]:
-        """The profiles named, or all."""
-        return load_profiles(self.profiles, self.profile)
-
-    def load_profile(self, flag: str) -> Profile:
-        """The one profile that ``flag`` needs. Raises UsageError: several or none are named."""
-        profiles = self.load_profiles()
-        if len(profiles) != 1:
-            names = ", ".join(profile.name for profile in profiles)
-            raise UsageError(f"{flag} needs one workload profile; choose with --profile: {names}")
-        return profiles[0]
-
-    def load_factors(self) -> list[Input]:
-        """The factors that lower the rate."""
-        return [parse_factor(text) for text in self.factors]
+def _profiles(common: Common) -> tuple[Profile, ...]:
+    return load_profiles(common.profiles, common.profile)
 
 
-@dataclass(frozen=True, slots=True)
-class PowerFlags:
-    """Power as given by the user; without ``watts``, the power of the run, else that of the data sheet.
-
-    The default ``boundary`` is wall, the default ``watts_state`` given.
-    """
-
-    watts: float | None = None
-    boundary: str | None = None
-    watts_state: str | None = None
+def _profile(common: Common, flag: str) -> Profile:
+    """The one profile that ``flag`` needs. Raises UsageError: several or none are named."""
+    profiles = _profiles(common)
+    if len(profiles) != 1:
+        names = ", ".join(profile.name for profile in profiles)
+        raise UsageError(f"{flag} needs one workload profile; choose with --profile: {names}")
+    return profiles[0]
 
 
-@dataclass(frozen=True, slots=True)
-class FleetFlags:
-    """Demand and shape of a fleet; ``replace_nodes`` and ``replace_rate`` plan a replacement instead."""
-
-    demand: float | None = None
-    unit: str = "interactions"
-    curve: str | None = None
-    accelerators_per_node: int | None = None
-    nodes_per_rack: int | None = None
-    spare: int = 1
-    fault_domain: str = "node"
-    burst_tokens_per_second: float | None = None
-    burst_accelerators_per_node: int | None = None
-    replace_nodes: int | None = None
-    replace_rate: float | None = None
-    rent: float | None = None
+def _factors(common: Common) -> list[Input]:
+    return [parse_factor(text) for text in common.factors]
 
 
 def _limit_settings(slo: Path | None, run: Path | None) -> list[str]:
@@ -148,16 +82,16 @@ def _limit_settings(slo: Path | None, run: Path | None) -> list[str]:
     return found
 
 
-def capacity(rate: Rate, common: Common, *, second_run: Path | None = None) -> Plan:
+def capacity(rate: Rate, common: Common) -> Plan:
     """``megatoken plan capacity``. Raises UsageError."""
-    assumptions = common.load_assumptions(rate.run)
+    assumptions = _assumptions(common, rate.run)
     throughput, runs = _throughput(rate, assumptions)
     plan = plan_capacity(
         throughput,
-        common.load_profiles(),
+        _profiles(common),
         assumptions,
-        second=_second(second_run, runs, assumptions),
-        factors=common.load_factors(),
+        second=_second(common.second_run, runs, assumptions),
+        factors=_factors(common),
     )
     return _on_curve(plan, rate, assumptions)
 
@@ -166,7 +100,7 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
     """``megatoken plan fleet``. Raises UsageError."""
     if flags.burst_tokens_per_second is None and flags.burst_accelerators_per_node is not None:
         raise UsageError("--burst-accelerators-per-node needs --burst-tokens-per-second")
-    assumptions = common.load_assumptions(rate.run)
+    assumptions = _assumptions(common, rate.run)
     make, runs = _source(rate)
     throughput = make(assumptions)
     assumptions = assumptions.priced_for(throughput.accelerator)
@@ -178,7 +112,7 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
     if flags.unit == "output-tokens":
         _only_one("--unit output-tokens", "a demand in tokens needs no profile", ("--profile", common.profile))
     else:
-        profile = common.load_profile(f"--unit {flags.unit}")
+        profile = _profile(common, f"--unit {flags.unit}")
     burst, count = None, flags.burst_accelerators_per_node
     if flags.burst_tokens_per_second is not None:
         check_positive("--burst-tokens-per-second", flags.burst_tokens_per_second)
@@ -192,7 +126,7 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
         spare_domains=flags.spare,
         domain=flags.fault_domain,
         burst=burst,
-        factors=common.load_factors(),
+        factors=_factors(common),
     )
     return _on_curve(plan, rate, assumptions)
 
@@ -202,14 +136,14 @@ def buy(rate: Rate, common: Common, flags: FleetFlags, *, seats: int) -> Plan:
     if rate.run is None and rate.sweep is None and rate.tokens_per_second is None:
         rate = _published(rate)
     make, runs = _source(rate)
-    profile = common.load_profile("--seats")
-    assumptions = common.load_assumptions(rate.run)
+    profile = _profile(common, "--seats")
+    assumptions = _assumptions(common, rate.run)
     assumptions = assumptions.priced_for(make(assumptions).accelerator)
     order = Order(
         seats,
         profile,
         lambda changed: _supply(make(changed), runs, flags),
-        common.load_factors(),
+        _factors(common),
         flags.spare,
         flags.fault_domain,
     )
@@ -272,27 +206,23 @@ def _replacement(flags: FleetFlags, common: Common, supply: Supply) -> Plan:
 
 def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
     """``megatoken plan energy``. Raises UsageError."""
-    assumptions = common.load_assumptions(rate.run)
+    assumptions = _assumptions(common, rate.run)
     throughput, runs = _throughput(rate, assumptions)
     measured = energy_of(runs) if runs and flags.watts is None else None
     power = _power(throughput, runs, flags)
-    return plan_energy(throughput, power, assumptions, profiles=common.load_profiles(), energy=measured)
+    return plan_energy(throughput, power, assumptions, profiles=_profiles(common), energy=measured)
 
 
-def cost(
-    rate: Rate, common: Common, flags: PowerFlags, *, rent: float | None = None, second_run: Path | None = None
-) -> Plan:
+def cost(rate: Rate, common: Common, flags: PowerFlags, rent: float | None = None) -> Plan:
     """``megatoken plan cost``. Raises UsageError."""
     if rent is not None:
         _only_one("--rent", "the rent includes power", ("--watts", flags.watts))
-    assumptions = common.load_assumptions(rate.run)
+    assumptions = _assumptions(common, rate.run)
     throughput, runs = _throughput(rate, assumptions)
     assumptions = assumptions.priced_for(throughput.accelerator)
     power = None if rent is not None else _power(throughput, runs, flags)
-    second = _second(second_run, runs, assumptions)
-    plan = plan_cost(
-        System(throughput, power, rent, common.load_factors()), common.load_profiles(), assumptions, second=second
-    )
+    second = _second(common.second_run, runs, assumptions)
+    plan = plan_cost(System(throughput, power, rent, _factors(common)), _profiles(common), assumptions, second=second)
     return _on_curve(plan, rate, assumptions)
 
 
