@@ -30,6 +30,15 @@ if TYPE_CHECKING:
     from megatoken.runs.run import Run
 
 CPU_WAITS = ("CORE_WAIT", "DRIVER_CORE_WAIT")
+# Fields of an entry that a published row and the result of a run have under the same name.
+_OF_ROW = (
+    *("name", "source", "output_tokens_per_second", "division", "scenario", "precision", "accelerator"),
+    *("accelerators", "nodes", "output_tokens_per_sample", "measured_watts"),
+)
+_OF_RESULT = (
+    *("scenario", "model", "precision", "mode", "data_set", "data_set_sha256"),
+    *("ttft_limit_seconds", "tpot_limit_seconds"),
+)
 LOCAL_KEYS = {"out"}  # of a configuration: places, not settings
 
 
@@ -39,23 +48,13 @@ def published_entry(row: PublishedResult, note: str | None = None) -> Entry:
     availability = "" if row.availability in ("available", "") else f"availability {row.availability}"
     length = answer_length(row.benchmark, row.output_tokens_per_sample)
     return Entry(
-        name=row.name,
-        source=row.source,
+        **{name: getattr(row, name) for name in _OF_ROW},
         state="verified",
-        output_tokens_per_second=row.output_tokens_per_second,
-        division=row.division,
-        scenario=row.scenario,
         model=model,
         accuracy_target=accuracy_target or split_benchmark(row.benchmark)[1],
-        precision=row.precision,
-        accelerator=row.accelerator,
-        accelerators=row.accelerators,
-        nodes=row.nodes,
         verdict="VALID",  # only valid results are published
         mode="performance",
         data_set=mlperf_data_set(row.benchmark),
-        output_tokens_per_sample=row.output_tokens_per_sample,
-        measured_watts=row.measured_watts,
         software=dict(_versions(row.software)),
         note="; ".join(filter(None, (note, availability, length))) or None,
     )
@@ -135,24 +134,17 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         source=str(first.path) if len(runs) == 1 else f"{len(whole)} runs: {', '.join(run.path.name for run in whole)}",
         state=rate_state(first),
         output_tokens_per_second=rates[0] if len(rates) == 1 else statistics.geometric_mean(rates),
-        scenario=result.get("scenario"),
-        model=result.get("model"),
-        precision=result.get("precision"),
         accelerator=accelerator_name(first) if accelerators else None,
         accelerators=accelerators,
         nodes=nodes,
         verdict=worst_verdict(whole),
-        mode=result.get("mode"),
         weights=weights_of(result),
+        **{name: result.get(name) for name in _OF_RESULT},
         **{name: (result.get("identity") or {}).get(name) for name in (*FILES[1:], "rows_sha256")},
         formats=formats_of(result),
-        data_set=result.get("data_set"),
-        data_set_sha256=result.get("data_set_sha256"),
         input_tokens_per_sample=sum(run.result["input_tokens"] for run in whole) / samples,
         output_tokens_per_sample=sum(run.result["output_tokens"] for run in whole) / samples,
         duration_seconds=statistics.fmean(run.result["duration_seconds"] for run in whole),
-        ttft_limit_seconds=result.get("ttft_limit_seconds"),
-        tpot_limit_seconds=result.get("tpot_limit_seconds"),
         offered_samples_per_second=None if "rate_search" in result else result.get("offered_samples_per_second"),
         cpu_wait_share=max(map(_cpu_wait, whole)),
         occupations=tuple(found for run in whole if (found := Occupation.of(run))),

@@ -239,7 +239,7 @@ def _shape(run: Run) -> ModelConfig | None:
     return model_config(read_json_object(file)[0], file)
 
 
-@compared("run_folder.counts", "LoadGen counted the same", "Two saw the same samples.", LOGGED, lambda it: it.is_logged)
+@compared("run_folder.counts", "LoadGen counted the same", "Both saw all samples.", LOGGED, lambda it: it.is_logged)
 def counts(folder: RunFolder) -> Iterator[str]:
     """LoadGen learns of the last sample a little after it ended, and leaves answers of one token out of its rates."""
     run, log, figures = folder.run, folder.log, folder.figures
@@ -330,7 +330,11 @@ def _has_replicas(folder: RunFolder) -> bool:
 
 
 @compared(
-    "run_folder.replicas", "A rack has the replicas of its time series", "Rates divide by them.", TABLES, _has_replicas
+    "run_folder.replicas",
+    "A rack has the replicas of its time series",
+    "Its verdict depends on them.",
+    TABLES,
+    _has_replicas,
 )
 def replicas_of_rack(folder: RunFolder) -> Iterator[str]:
     """``rack_nodes`` and ``rack`` against each other, the GPUs that replicas need and the series."""

@@ -69,7 +69,7 @@ def copies(runs: Sequence[Run]) -> Outcome:
     alike = _groups(runs, _longest_and_mean)
     copied = [group for group in alike if len(group) > 1]
     begun = [group for group in same_beginnings(runs) if group not in copied]
-    problems = [f"{_names(group)} have the same to the nanosecond" for group in copied]
+    problems = [f"{_names(group)} have the same latencies to the nanosecond" for group in copied]
     problems += [f"{_names(group)} have logs of one run, and other results" for group in begun]
     compared, expected = sum(map(len, alike)), "every node with its own results"
     if not problems and compared < len(runs):

@@ -140,12 +140,12 @@ def scores(folder: RunFolder) -> Outcome:
     return _judged_again(folder, "scores, counts and targets that the logged answers give")
 
 
-@check("compliance.recomputed", "TEST06 follows from the logged answers", "It is arithmetic on them.", _tested)
+@check("compliance.recomputed", "TEST06 follows from the logged answers", "It only counts tokens.", _tested)
 def compliance(folder: RunFolder) -> Outcome:
     return _judged_again(folder, "the outcome of TEST06 that the logged answers give")
 
 
-@check("compliance.end_tokens", "TEST06 used the end tokens of the run", "Others say nothing of the model.", _tested)
+@check("compliance.end_tokens", "TEST06 used the end tokens of the run", "Others do not end an answer.", _tested)
 def end_tokens(folder: RunFolder) -> Outcome | None:
     if not folder.answers.other_ends:
         return None

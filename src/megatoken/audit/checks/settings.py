@@ -97,7 +97,7 @@ def library(run: RunView) -> Outcome | None:
     return outcome(False, expected, found, run.at(LIBRARY_SET, "effective_qsl_rng_seed"))
 
 
-@check("settings.samples", "Samples follow from rate and duration", "Others contradict the rate.")
+@check("settings.samples", "Samples follow from rate and duration", "Another number contradicts the rate.")
 def offline_samples(run: RunView) -> Outcome | None:
     log = run.detail
     keys = ("effective_samples_per_query", "requested_min_query_count", "effective_target_qps")
