@@ -147,7 +147,12 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     meaning = meanings(tree, submissions)
     run_folders = run_folders_in(tree)
     logs = runs_in(tree)
-    placed = [run for run in logs if not meaning or results_above(run.folder, meaning) or _in(run, run_folders)]
+    folders = set(run_folders)
+    placed = [
+        run
+        for run in logs
+        if not meaning or results_above(run.folder, meaning) or owner(run.folder, folders) is not None
+    ]
     apart = [run.folder for run in logs if run not in placed]
     files = [meant(run, meaning) for run in placed]
     rules_claimed = bool(submissions or claimed)
@@ -163,7 +168,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     interrupted = interruptions(tree, run_folders)
 
     def ended_early(run: RunFiles) -> bool:
-        folder = owner(run.folder, set(run_folders))
+        folder = owner(run.folder, folders)
         return folder in interrupted if folder is not None else ABANDONED in run.others and not rules_claimed
 
     def job(run: RunFiles) -> Job:
@@ -179,8 +184,9 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     for result in endpoints:
         runs.append(replace(result.run, system=_system_path(result.files, systems)))
         ledger.add(endpoint_checks.check_endpoint(tree, result))
+    only = systems[0].path if len(systems) == 1 else None  # a load tool names no system
     for tool_result in tools:
-        runs.append(replace(tool_result.run, system=_system_path_of_one(systems)))
+        runs.append(replace(tool_result.run, system=only))
         ledger.add(tool_checks.check_tool_result(tool_result))
     power, power_observations = power_of(tree, runs)
     ledger.add(power_observations)
@@ -253,10 +259,6 @@ def _round_of(one: Submission, runs: Sequence[Run]) -> str | None:
     return mine.most_common(1)[0][0] if mine else None
 
 
-def _in(run: RunFiles, run_folders: Sequence[str]) -> bool:
-    return owner(run.folder, set(run_folders)) is not None
-
-
 @check("tree.unreadable", "Folders that cannot be read", "Their contents were not audited.")
 def _unreadable(tree: Tree) -> Outcome | None:
     if not tree.unreadable:
@@ -304,11 +306,6 @@ def _system_path(run: RunFiles, systems: Sequence[System]) -> str | None:
     if (named := named_system(run.system or "", own)) is not None:
         return named.path
     return own[0].path if len(own) == 1 and run.submitter is None else None
-
-
-def _system_path_of_one(systems: Sequence[System]) -> str | None:
-    """The only description, if there is one: a load tool names no system."""
-    return systems[0].path if len(systems) == 1 else None
 
 
 def _readmes(tree: Tree) -> dict[str, str]:

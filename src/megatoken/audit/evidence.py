@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -70,12 +70,10 @@ class Run:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON, with the figures on the same level as the other fields."""
-        figures = {item.name: getattr(self.figures, item.name) for item in fields(self.figures)}
-        for name, value in figures.items():
-            if isinstance(value, datetime):
-                figures[name] = value.isoformat(timespec="milliseconds")
-            elif isinstance(value, Mapping):
-                figures[name] = dict(value)
+        figures = {
+            name: value.isoformat(timespec="milliseconds") if isinstance(value, datetime) else value
+            for name, value in asdict(self.figures).items()
+        }
         names = ("path", "role", "node", "benchmark", "folder_scenario", "division", "submitter", "system")
         return {name: getattr(self, name) for name in (*names, "accuracy_records")} | figures
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatoken.audit.evidence import Configuration, Run, System, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
@@ -29,6 +31,7 @@ _SOFTWARE = re.compile(
 _SOFTWARE_KEYS = ("framework", "other_software_stack", "sw_notes", "operating_system")
 _POWER_KEYS = ("hw_notes", "accelerator_model_name", "accelerator_frequency", "power_management")
 _RATES = {"offline_expected_qps": "Offline", "server_target_qps": "Server"}
+_near = partial(math.isclose, rel_tol=MEMORY_TOLERANCE)
 
 
 def check_system(system: System, submission: bool) -> Iterator[Observation]:
@@ -222,10 +225,6 @@ def _filled(system: System, key: str) -> bool:
 def _first_gb(system: System, key: str) -> float | None:
     found = _SIZE.search(str(system.values.get(key, "")))
     return float(found.group(1).replace(",", "")) * GB_PER_UNIT[found.group(2).upper()] if found else None
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= MEMORY_TOLERANCE * max(a, b)
 
 
 @check("configuration.rate", "The configured rate is the one that ran", "Another configuration made these logs.")
