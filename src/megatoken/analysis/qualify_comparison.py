@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def compare_with(document: Mapping[str, Any], table: str) -> dict[str, Any]:
     """
     path, table_rows = table_of(table)
     values = measured_values(document)
-    predicted = _Predictions(machine_of(document, "this qualification"))
+    predicted = cache(partial(_rate, machine_of(document, "this qualification")))
     rows = []
     for row in table_rows:
         parameters = dict(part.split("=", 1) for part in row["parameter"].split(";") if "=" in part)
@@ -72,7 +72,7 @@ def compare_with(document: Mapping[str, Any], table: str) -> dict[str, Any]:
         entry |= {"theirs": float(row["value"]), "ours": None, "ratio": None}
         unit = row["unit"].partition(" ")[0]
         if found is not None:
-            rate, note = predicted.rate(*found) if not isinstance(found, str) else (None, found)
+            rate, note = predicted(*found) if not isinstance(found, str) else (None, found)
             entry |= {"ours": rate, "name": "predicted rate", "note": note}
         else:
             counterpart = counterpart_of(row["benchmark"], parameters)
@@ -176,14 +176,8 @@ def _prediction(parameters: Mapping[str, str]) -> tuple[str, int, int, int] | st
     return model, int(parameters["isl"]), int(parameters["osl"]), requests
 
 
-class _Predictions:
-    """Rates in fp8 that a machine should reach, each computed once."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.rate = cache(lambda *work: _rate(machine, *work))
-
-
 def _rate(machine: Machine, model: str, prompt: int, answer: int, requests: int) -> tuple[float | None, str]:
+    """The rate in fp8 that a machine should reach, and a note."""
     if machine.gpu is None:
         return None, "their rates are of fp8 on a GPU"
     config = EngineConfig(precision="fp8")
