@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatoken.analysis.isolation import ISOLATION_RULE, isolation
 from megatoken.analysis.limits import Answer, within
 from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import accelerator_name, contentions, simulated_gpu
@@ -44,6 +43,12 @@ UNITS = {
     "speed": "times the trace's speed",
     "stages": "stage",
 }
+ISOLATION_RULE = (
+    "the smallest of three ratios, at most 1: output next to the neighbour over output alone, p99 of the time to first"
+    " token alone over that next to the neighbour, and the same of the time per output token; 1: the neighbour costs"
+    " nothing, 0.5: one of the three is twice as bad"
+)
+ISOLATED = ("output", "ttft_p99", "tpot_p99")  # of RATIOS
 
 
 def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
@@ -261,3 +266,31 @@ def _mean(parts: Sequence[Mapping[str, Any]], name: str) -> float:
     """Mean of a figure over points that know it; 0 where none does."""
     known = [part[name] for part in parts if part[name] is not None]
     return statistics.fmean(known) if known else 0.0
+
+
+def isolation(
+    alone: Mapping[float, Sequence[Mapping[str, Any]]], shared: Mapping[float, Sequence[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """A row for each load that ran both ways, with means over its repeats, the three ratios and the score.
+
+    A ratio whose figures are unknown is None and does not count.
+    """
+    rows = []
+    for value in sorted(alone.keys() & shared.keys()):
+        row: dict[str, Any] = {"value": value}
+        for name in ISOLATED:
+            key, of = RATIOS[name]
+            before, after = (_mean_of_all(points, key, of) for points in (alone[value], shared[value]))
+            row[f"{name}_alone"], row[f"{name}_shared"] = before, after
+            better, worse = (after, before) if name == "output" else (before, after)
+            row[f"{name}_ratio"] = None if better is None or not worse else better / worse
+        ratios = {name: row[f"{name}_ratio"] for name in ISOLATED if row[f"{name}_ratio"] is not None}
+        row["score"] = min(1.0, *ratios.values()) if ratios else None
+        row["worst"] = min(ratios, key=lambda name: ratios[name]) if ratios else None
+        rows.append(row)
+    return rows
+
+
+def _mean_of_all(points: Sequence[Mapping[str, Any]], key: str, of: str | None) -> float | None:
+    values = [point[key] if of is None else point[key][of] for point in points]
+    return None if None in values else statistics.fmean(values)

@@ -18,7 +18,7 @@ from megatoken.audit.evidence import AccuracyResult, Configuration, Document, Sy
 from megatoken.audit.finding import Outcome, check, outcome
 from megatoken.files import Damage, UnreadableError, display, key_lines, read_json_object, read_text
 from megatoken.mlperf.accuracy_log import read_accuracy_scores
-from megatoken.mlperf.user_conf import user_conf_entries
+from megatoken.mlperf.effective_settings import user_conf_entries
 from megatoken.text import natural
 
 USER_CONF, USER_CONF_ABOVE = "user.conf", 2

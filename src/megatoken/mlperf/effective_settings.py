@@ -1,8 +1,9 @@
-"""Settings and queries that LoadGen computes from the requested settings (test_settings_internal.cc, loadgen.cc)."""
+"""What user.conf asks LoadGen for; settings and queries that it computes (test_settings_internal.cc, loadgen.cc)."""
 
 from __future__ import annotations
 
 import math
+import re
 
 from megatoken.mlperf.detail_log import COMMON_SETTINGS, DetailLog
 from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
@@ -42,6 +43,8 @@ _BY_SCENARIO: dict[str | None, dict[str, int | str]] = {
         "min_sample_count": "effective_min_query_count",
     },
 }
+MOST_LINES = 5_000
+_LINE = re.compile(r"\s*([\w-]{1,80}|\*)\.(\w{1,40}|\*)\.(\w{1,80})\s+=\s+(-?\d{1,20}(?:\.\d{1,20})?)(?:\s.*)?")
 
 
 def effective_settings(log: DetailLog) -> dict[str, object]:
@@ -98,3 +101,13 @@ def queries_due_ns(log: DetailLog, queries_per_second: float, count: int) -> flo
     if seed is None or not 0 < count <= MOST_ARRIVALS:
         return None
     return PoissonSchedule(seed, queries_per_second).due_ns(count)
+
+
+def user_conf_entries(text: str) -> dict[tuple[str, str, str], tuple[str, int]]:
+    """Value and line of each ``<model>.<scenario>.<key> = <number>``, as LoadGen reads it: of equal keys the last."""
+    entries: dict[tuple[str, str, str], tuple[str, int]] = {}
+    for number, line in enumerate(text.split("\n")[:MOST_LINES], 1):
+        if found := _LINE.fullmatch(line[:300]):
+            model, scenario, key, value = found.groups()
+            entries[model, scenario, key] = (value, number)
+    return entries

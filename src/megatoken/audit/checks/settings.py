@@ -18,10 +18,10 @@ from megatoken.mlperf.effective_settings import (
     offline_query_samples,
     queries_due_ns,
     samples_per_query,
+    user_conf_entries,
 )
 from megatoken.mlperf.loadgen_builds import version_number
 from megatoken.mlperf.run_figures import whole
-from megatoken.mlperf.user_conf import user_conf_entries
 from megatoken.text import count_of, is_number
 
 EVERY_ROW_A_QUERY = (5, 0, 6)  # earlier releases may generate an Offline query for each row; they issue one
