@@ -23,19 +23,15 @@ from megatoken.cli import (
     doctor,
     dossier,
     generate,
-    init,
     plan,
     qualify,
     quantize,
     report,
-    rerun,
     run,
-    seal,
     serve,
     soak,
     submission,
     sweep,
-    verify,
 )
 from megatoken.cli.flags import Command
 from megatoken.cli.streams import (
@@ -61,7 +57,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 success (MEASURED, VALID); 1 error; 2 wrong flag, file or value; 3 INVALID; 4 DEGRADED; "
     "130 interrupted.",
 )
-app.command(cls=Command)(init.init)
+app.command(cls=Command)(dossier.init)
 app.command(cls=run.RunCommand)(run.run)
 app.command(cls=soak.SoakCommand)(soak.soak)
 app.command(cls=sweep.SweepCommand)(sweep.sweep)
@@ -70,17 +66,17 @@ app.command(cls=serve.ServeCommand)(serve.serve)
 app.command(cls=Command)(qualify.qualify)
 app.command(cls=Command)(doctor.doctor)
 app.command(cls=Command)(quantize.quantize)
-app.command(cls=Command)(rerun.rerun)
+app.command(cls=Command)(run.rerun)
 app.command(cls=check.CheckCommand)(check.check)
 app.command(cls=Command)(audit.audit)
-app.command(cls=Command)(seal.seal)
+app.command(cls=Command)(dossier.seal)
 app.command(cls=check.CheckCommand)(dossier.dossier)
 app.command(cls=Command)(compare.aggregate)
 app.command(cls=Command)(compare.compare)
 app.add_typer(plan.app, name="plan")
 app.add_typer(dataset.app, name="dataset")
 app.command(cls=Command)(accuracy.accuracy)
-app.command(cls=Command)(verify.verify)
+app.command(cls=Command)(accuracy.verify)
 app.add_typer(submission.app, name="submission")
 app.command(cls=Command)(report.report)
 

@@ -1,4 +1,4 @@
-"""``megatoken dossier``."""
+"""``megatoken init``, ``megatoken seal`` and ``megatoken dossier``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from megatoken.cli.check import Slo
-from megatoken.cli.flags import FLAGS, flag
+from megatoken.cli.flags import FLAGS, flag, place
 from megatoken.cli.output import Json, Out, deliver
 from megatoken.cli.streams import complain, standard_output
 from megatoken.errors import ExitCode
+from megatoken.text import count_of
 
 
 def dossier(
@@ -50,4 +51,37 @@ def dossier(
         elif not json_only:
             with standard_output(f"the dossier is in {out}"):
                 print(f"Saved: {printed}")
+    return ExitCode.OK
+
+
+def seal(
+    path: Annotated[Path, place("RUN", "Run folder.")],
+    key: Annotated[Path | None, flag("FILE.pem", "Sign with this ed25519 private key.")] = None,
+) -> int:
+    """Seal a run folder. Writes the hash of every file; megatoken audit then names each that changed."""
+    from megatoken.runs.seal import SEAL
+    from megatoken.runs.seal import seal as sealed
+
+    document = sealed(path, key)
+    with standard_output(f"the seal is {path / SEAL}"):
+        by = f", signed by {document['public_key']}" if "public_key" in document else ", not signed"
+        print(f"Sealed {count_of(len(document['files']), 'file')}{by}: {path / SEAL}")
+    return ExitCode.OK
+
+
+def init(folder: Annotated[Path, place("DIR", "Folder to make; files that are there stay unchanged.")]) -> int:
+    """Make a workspace: configuration, prompts, limits and claims. Files have comments; an evidence form is added."""
+    from megatoken.dossier import workspace
+
+    made = workspace.make_workspace(folder)
+    with standard_output(f"the workspace is {folder}"):
+        for path, new in made:
+            print(f"{'made' if new else 'kept'}  {path}")
+        print(f"Next, in {folder}:")
+        print(f"  megatoken run {workspace.CONFIG} --slo {workspace.LIMITS}")
+        print(f"  megatoken audit runs/RUN --claims {workspace.CLAIMS} --out audit")
+        print(
+            f"  megatoken dossier --audit audit --run runs/RUN --slo {workspace.LIMITS} --form {workspace.FORM}"
+            " --out dossier"
+        )
     return ExitCode.OK

@@ -1,11 +1,11 @@
-"""``megatoken run``."""
+"""``megatoken run`` and ``megatoken rerun``."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,9 +19,11 @@ from megatoken.cli.flags import (
     ConfigFile,
     DryRun,
     Rack,
+    flag,
     key_command,
+    place,
 )
-from megatoken.cli.output import Json
+from megatoken.cli.output import Json, deliver
 from megatoken.cli.streams import complain, standard_output
 from megatoken.errors import ExitCode, StorageError
 
@@ -141,3 +143,22 @@ def _make_pages(path: Path) -> StorageError | None:
     except StorageError as error:
         return error
     return None
+
+
+def rerun(
+    path: Annotated[Path, place("RUN", "Run folder of megatoken run.")],
+    check: Annotated[bool, typer.Option("--check", help="Only compare what would run now; measure nothing.")] = False,
+    out: Annotated[Path | None, flag("DIR", "Folder to create the new run folder in. Default: that of RUN.")] = None,
+    json_only: Json = False,
+) -> int:
+    """Make a run again. Names each difference in model, rows, seeds, packages and machine; compares the rates."""
+    from megatoken.harness.progress import Progress
+    from megatoken.harness.rerun import check_plan
+    from megatoken.harness.rerun import rerun as made_again
+
+    progress = Progress(json_only)
+    document = check_plan(path, progress) if check else made_again(path, progress, out)[0]
+    deliver(document, json_only=json_only, out=None)
+    rates = document["rates"]
+    differs = not document["equal"] or (rates is not None and rates["agree"] is False)
+    return ExitCode.INVALID if differs else ExitCode.OK
