@@ -17,10 +17,8 @@ from megatoken import __version__
 from megatoken.cli import (
     accuracy,
     audit,
-    check,
     compare,
     dataset,
-    doctor,
     dossier,
     generate,
     plan,
@@ -64,13 +62,13 @@ app.command(cls=sweep.SweepCommand)(sweep.sweep)
 app.command(cls=generate.GenerateCommand)(generate.generate)
 app.command(cls=serve.ServeCommand)(serve.serve)
 app.command(cls=Command)(qualify.qualify)
-app.command(cls=Command)(doctor.doctor)
+app.command(cls=Command)(qualify.doctor)
 app.command(cls=Command)(quantize.quantize)
 app.command(cls=Command)(run.rerun)
-app.command(cls=check.CheckCommand)(check.check)
+app.command(cls=compare.CheckCommand)(compare.check)
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(dossier.seal)
-app.command(cls=check.CheckCommand)(dossier.dossier)
+app.command(cls=compare.CheckCommand)(dossier.dossier)
 app.command(cls=Command)(compare.aggregate)
 app.command(cls=Command)(compare.compare)
 app.add_typer(plan.app, name="plan")

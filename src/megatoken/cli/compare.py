@@ -1,14 +1,20 @@
-"""``megatoken aggregate`` and ``megatoken compare``."""
+"""``megatoken aggregate``, ``megatoken compare`` and ``megatoken check``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from megatoken.cli.check import Slo
-from megatoken.cli.flags import flag, place
+import typer
+
+from megatoken.cli.flags import FLAGS, Slo, flag, key_command, place
 from megatoken.cli.output import Json, Out, deliver
 from megatoken.errors import ExitCode, UsageError
+
+CheckCommand = key_command(
+    {"dollars-per-hour": ("DOLLARS", "Price of the machine for an hour, for a limit on the price of a request.")},
+    prefix="limits.",
+)
 
 
 def aggregate(
@@ -72,3 +78,21 @@ def compare(
     entries = [judged_entry(entry, asked) for entry in entries]
     deliver(compared(entries).to_document(), json_only=json_only, out=out)
     return ExitCode.OK
+
+
+def check(
+    ctx: typer.Context,
+    paths: Annotated[list[Path], place("RUN", "Run folders, or folders of run folders.")],
+    slo: Slo = None,
+    out: Out = None,
+    json_only: Json = False,
+) -> int:
+    """Judge runs by your limits. Reports MET, NOT MET or CANNOT TELL for each limit."""
+    from megatoken.analysis.lookup import read_runs
+    from megatoken.config import load_limits
+    from megatoken.planning.run_price import check_runs, exit_code_of
+
+    asked = load_limits(slo, ctx.meta[FLAGS])
+    document = check_runs([run for path in paths for run in read_runs(path)], asked)
+    deliver(document, json_only=json_only, out=out)
+    return exit_code_of(document["answer"])

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatoken.cli.check import Slo
-from megatoken.cli.flags import FLAGS, flag, place
+from megatoken.cli.flags import FLAGS, Slo, flag, place
 from megatoken.cli.output import Json, Out, deliver
 from megatoken.cli.streams import complain, standard_output
 from megatoken.errors import ExitCode

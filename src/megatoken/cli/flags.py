@@ -32,6 +32,7 @@ def place(metavar: str, text: str) -> Any:
     return typer.Argument(metavar=metavar, help=text)
 
 
+Slo = Annotated[Path | None, flag("FILE.yaml", "Your limits on latencies, rates, accuracy and price.", "--slo")]
 ConfigFile = Annotated[Path | None, place("CONFIG.yaml", "Settings; flags override them.")]
 Rack = Annotated[str | None, flag("CONFIG|auto", "Run on all nodes of a Ray cluster: auto, host:port or a YAML file.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and memory plan, then stop.")]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatoken.cli.check import Slo
 from megatoken.cli.flags import (
     ENDPOINT_KEYS,
     FLAGS,
@@ -19,6 +18,7 @@ from megatoken.cli.flags import (
     ConfigFile,
     DryRun,
     Rack,
+    Slo,
     flag,
     key_command,
     place,

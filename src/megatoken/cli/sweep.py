@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megatoken.cli.check import Slo
 from megatoken.cli.flags import (
     ENDPOINT_KEYS,
     FLAGS,
@@ -20,6 +19,7 @@ from megatoken.cli.flags import (
     ConfigFile,
     DryRun,
     Rack,
+    Slo,
     flag,
     key_command,
 )
