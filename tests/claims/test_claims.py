@@ -9,8 +9,7 @@ import pytest
 
 from claims_support import EXAMPLES, SYSTEM, azure_evidence, lines
 from megatoken.analysis.aggregation import aggregate
-from megatoken.audit.evidence import AccuracyResult, Evidence, Power, System
-from megatoken.audit.node_rows import node_rows
+from megatoken.audit.evidence import AccuracyResult, Evidence, Power, System, node_rows
 from megatoken.claims.facts import gather
 from megatoken.claims.judge import judge
 from megatoken.claims.schema import load_claims

@@ -6,7 +6,7 @@ import pytest
 
 from claims_support import azure_evidence
 from megatoken.analysis.aggregation import aggregate
-from megatoken.audit.node_rows import node_rows
+from megatoken.audit.evidence import node_rows
 from megatoken.claims.facts import gather
 from megatoken.mlperf.detail_log import read_detail_log
 from megatoken.mlperf.run_figures import run_figures

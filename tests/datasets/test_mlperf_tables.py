@@ -16,7 +16,7 @@ import pytest
 from mlperf_files import INSTRUCTION, OUTPUTS, TEXTS, make_tokenizer, write_405b, write_cnn, write_openorca
 from tokenizers import Tokenizer as FastTokenizer
 
-from megatoken.datasets.convert import convert
+from megatoken.datasets.check import convert
 from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.references import load_references
 from megatoken.engine.request import Request

@@ -8,7 +8,7 @@ import pytest
 from mlperf_files import TEXTS, make_tokenizer, write_cnn, write_openorca
 
 from cli_support import call_here, make_checkpoint
-from megatoken.datasets.convert import convert
+from megatoken.datasets.check import convert
 
 SHORT = [text[:40] for text in TEXTS]
 

@@ -45,11 +45,10 @@ from megatoken.audit.documents import (
     user_conf_of,
 )
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
-from megatoken.audit.evidence import Evidence, Role, Run, System, places
+from megatoken.audit.evidence import Evidence, Role, Run, System, node_rows, places
 from megatoken.audit.examine import Job, Progress, examine_all
 from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Severity, check, outcome
 from megatoken.audit.load_tools import tool_results_in
-from megatoken.audit.node_rows import node_rows
 from megatoken.audit.placement import meanings, meant, results_above, scores_meant
 from megatoken.audit.view import RunFiles
 from megatoken.errors import ExitCode, UsageError

@@ -11,8 +11,7 @@ from typing import Any
 
 from megatoken.analysis.aggregation import aggregate
 from megatoken.analysis.nodes import NodeRow
-from megatoken.audit.evidence import Configuration, Evidence, Run, System, Where
-from megatoken.audit.node_rows import node_rows
+from megatoken.audit.evidence import Configuration, Evidence, Run, System, Where, node_rows
 from megatoken.claims.formula import FormulaError, Value
 from megatoken.errors import UsageError
 from megatoken.text import suggestion

@@ -15,8 +15,7 @@ from megatoken.analysis.nodes import NodeRow, run_node_rows
 from megatoken.analysis.published import SUBMISSION_ID, published_result
 from megatoken.analysis.repeats import missing_notes
 from megatoken.audit.documents import system_beside
-from megatoken.audit.evidence import Evidence
-from megatoken.audit.node_rows import node_rows
+from megatoken.audit.evidence import Evidence, node_rows
 from megatoken.claims.facts import gather
 from megatoken.claims.schema import RATE_UNITS, load_claims
 from megatoken.errors import UsageError

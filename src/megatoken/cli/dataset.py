@@ -94,8 +94,8 @@ def convert(
         target = write_lengths(profile, out or Path(f"{name}.csv"), rows, seed)
         document = {"file": str(target), "profile": name, "rows": rows, "seed": seed}
     else:
+        from megatoken.datasets.check import convert as converted
         from megatoken.datasets.check import locate
-        from megatoken.datasets.convert import convert as converted
 
         source = locate(name, folder)
         document = converted(source, out or source.with_suffix(".parquet")).to_document()

@@ -1,9 +1,9 @@
-"""Check a data set file before anything runs on it."""
+"""Check a data set file before anything runs on it, and convert one to Parquet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatoken.datasets.catalog import MlperfDataSet, Role, catalog
 from megatoken.datasets.lengths import load_lengths
-from megatoken.datasets.parquet import TEXTS
+from megatoken.datasets.parquet import TEXTS, check_replaceable, write_parquet
 from megatoken.datasets.prompts import load_prompts
 from megatoken.datasets.tables import SUFFIXES, PromptTable, check_tokenizer, read_table
 from megatoken.engine.checkpoint import read_config
@@ -20,6 +20,7 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import DatasetError
 
 _NO_LIMIT = 2**31 - 1
+LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +137,43 @@ def _sum_note(table: PromptTable, rows: int) -> str:
     if (other := table.other_sum) is not None:
         raise DatasetError(f"{other}; {table.fix}")
     return f"the checksum agrees ({data_set.sums_source})"
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was written."""
+
+    path: Path
+    data_set: str
+    rows: int
+    source: Path
+    source_sha256: str
+    content_sha256: str
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON."""
+        values = asdict(self)
+        return {"file": str(values.pop("path")), **values, "source": str(self.source)}
+
+
+def convert(source: Path, target: Path) -> Converted:
+    """Write the tokens, texts, expected answers and metrics of ``source`` to the Parquet file ``target``.
+
+    Raises:
+        DatasetError: ``source`` is not a data set of MLPerf, is damaged, or its rows are not labelled in order.
+        UsageError: ``target`` exists and was not written by this function.
+        StorageError: ``target`` cannot be written.
+    """
+    if source.suffix.lower() == ".parquet":
+        raise DatasetError(f"{source}: already converted; check it with megatoken dataset check")
+    check_replaceable(target)
+    roles: tuple[Role, ...] = ("tokens", "token_count", *TEXTS)
+    table = read_table(source, roles)
+    token_lists = []
+    for place, ids in table.token_lists():
+        if ids and not 0 <= min(ids) <= max(ids) <= LARGEST_ID:
+            raise DatasetError(f"{place}: a token id is negative or above {LARGEST_ID:,}; {table.fix}")
+        token_lists.append(np.array(ids, np.int32))
+    texts = {role: table.texts(role) for role in TEXTS if role in table.columns}
+    content = write_parquet(target, table.data_set, token_lists, texts, source)
+    return Converted(target, table.data_set.name, len(token_lists), source, table.content_hash, content)

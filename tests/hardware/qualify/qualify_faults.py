@@ -9,7 +9,6 @@ import time
 import torch
 
 from megatoken.errors import CapacityError
-from megatoken.hardware.qualify.disk import disk
 from megatoken.hardware.qualify.exact import (
     different_elements,
     fill_pattern,
@@ -18,6 +17,7 @@ from megatoken.hardware.qualify.exact import (
     wrong_rows,
     wrong_words,
 )
+from megatoken.hardware.qualify.host_tests import disk
 from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 

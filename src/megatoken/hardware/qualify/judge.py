@@ -1,14 +1,16 @@
-"""Verdicts: a value against its bound, published values and an earlier qualification."""
+"""Verdicts: a value against its bound, published values and an earlier qualification; and the answer in sentences."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from megatoken.hardware.qualify.references import Band, Earlier
 from megatoken.hardware.qualify.values import NOISY_DRIFT, NOISY_SPREAD, Outcome, Value
-from megatoken.text import number
+from megatoken.text import count_of, number
 
 IMPOSSIBLE_SHARE = 1.02
 MARGIN = 0.05
@@ -18,6 +20,14 @@ MOST_TOLERANCE = 0.5
 """However noisy two values are, half of the rate is no noise."""
 CONTENTION = 0.05
 """Share of its time that a value waited for cores, above which it counts as noisy."""
+HEADLINES = (
+    ("multiplies matrices in fp8 at", ("gemm_fp8_8192", "gemm_fp8_4096")),
+    ("in bf16 at", ("gemm_bf16_8192", "gemm_bf16_1024_all_cores", "gemm_bf16_2048_all_cores")),
+    ("in fp32 at", ("gemm_fp32_1024_all_cores", "gemm_fp32_2048_all_cores")),
+    ("reads memory at", ("hbm_read", "memory_read")),
+)
+"""What the second sentence says, from the first of the values that was measured."""
+MOST_NAMED = 3
 
 
 class Verdict(StrEnum):
@@ -100,3 +110,55 @@ def _graded(value: Value, limit: float, margin: float, reference: str) -> Judged
     near = value.median <= limit * (1 + margin) if lower else value.median >= limit * (1 - margin)
     reason = f"{number(value.median)} {value.unit}; {reference}"
     return Judged(Verdict.MARGINAL if near else Verdict.FAIL, reason)
+
+
+def answer(document: Mapping[str, Any]) -> list[str]:
+    """Three sentences on a document of qualify."""
+    values = [value for test in document["tests"] for value in test["values"]]
+    return [
+        health(document["tests"], values),
+        _speed({value["name"]: value for value in values}),
+        _trust(values),
+    ]
+
+
+def health(tests: Sequence[Mapping[str, Any]], values: Sequence[Mapping[str, Any]]) -> str:
+    """What failed, or that nothing did, and how many values had a reference."""
+    failed = [f"{test['title']} ({test['fault']})" for test in tests if test["fault"]]
+    failed += [f"{value['title']} ({value['reason']})" for value in values if value["verdict"] == Verdict.FAIL]
+    count = {verdict: sum(value["verdict"] == verdict for value in values) for verdict in Verdict}
+    rest = f"{count_of(count[Verdict.PASS], 'value')} pass, {count[Verdict.MARGINAL]} are marginal, "
+    rest += f"{count[Verdict.NO_REFERENCE]} have no reference and {count[Verdict.NOT_RUN]} did not run"
+    if not failed:
+        return f"No fault was found: {rest}."
+    more = f" and {len(failed) - MOST_NAMED} more" if len(failed) > MOST_NAMED else ""
+    return f"{count_of(len(failed), 'fault')} found: {'; '.join(failed[:MOST_NAMED])}{more}; {rest}."
+
+
+def _speed(values: Mapping[str, Mapping[str, Any]]) -> str:
+    parts = list(_headlines(values))
+    if not parts:
+        return "No matrix product and no memory was measured."
+    *first, last = parts
+    return f"The machine {', '.join(first)}{' and ' if first else ''}{last}."
+
+
+def _headlines(values: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    begun = False
+    for words, names in HEADLINES:
+        if found := next((values[name] for name in names if values.get(name, {}).get("median")), None):
+            verb = "multiplies matrices " if words.startswith("in ") and not begun else ""
+            begun = True
+            yield f"{verb}{words} {number(found['median'])} {found['unit']}"
+
+
+def _trust(values: Sequence[Mapping[str, Any]]) -> str:
+    measured = [value for value in values if value.get("windows") and value["better"] != "zero"]
+    noisy = [value for value in measured if value["noisy"]]
+    if not noisy:
+        return f"All {len(measured)} measured values were steady within 5 %, so later qualifications can be compared."
+    waits = [wait for value in noisy if (wait := value["core_wait_share"] or 0.0) > CONTENTION]
+    cause = ""
+    if waits:
+        cause = f"; {len(waits)} waited for a core, up to {max(waits):.0%} of their time: stop other work and repeat"
+    return f"{len(noisy)} of {len(measured)} measured values are noisy and may differ by over 5 % next time{cause}."

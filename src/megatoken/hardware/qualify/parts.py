@@ -11,10 +11,9 @@ from threading import Thread
 from typing import Any
 
 from megatoken.hardware.nvml import all_gpus, open_nvml
-from megatoken.hardware.qualify.answer import answer
 from megatoken.hardware.qualify.catalog import Device, HardwareTest
 from megatoken.hardware.qualify.fleet import FEWEST, slow_parts
-from megatoken.hardware.qualify.judge import Verdict, worst
+from megatoken.hardware.qualify.judge import Verdict, answer, worst
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import qualify, test_entry
 from megatoken.hardware.qualify.values import Setting, Value

@@ -13,9 +13,8 @@ from megatoken.engine.gpus import gpus
 from megatoken.errors import ExitCode
 from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
-from megatoken.hardware.qualify.answer import answer
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest
-from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge, worst
+from megatoken.hardware.qualify.judge import Verdict, answer, is_noisy, judge, worst
 from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
 from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, Earlier, band, read_baseline
 from megatoken.hardware.qualify.values import Setting, Value

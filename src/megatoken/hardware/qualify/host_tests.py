@@ -1,4 +1,4 @@
-"""The disk under a folder, past the cache of the operating system: O_DIRECT, sequential and random."""
+"""Tests of the host: how long a process waits to be woken, and what the disk reads and writes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,69 @@ import os
 import random
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
+from megatoken.hardware.qualify.timing import call_seconds
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
 
+SLEEP_SECONDS = 1e-3
 TITLE = "Disk"
 BLOCK, SMALL = 2**20, 4096
 QUEUE_DEPTHS = (1, 32)
 FREE_SHARE = 4
 """The disk must have this many times the file's size free."""
 OTHER_FOLDER = "name a folder on a disk with --disk DIR"
+
+
+@torch.inference_mode()
+def latency(setting: Setting) -> Outcomes:
+    """An operation on one number, a round trip between two threads, and sleeps of a millisecond."""
+    one = torch.ones(1)
+    seconds = call_seconds(lambda: one.add_(1.0), setting)
+    yield Value("operation_start", "Start of one PyTorch operation", "us", _microseconds(seconds), "lower")
+    yield Value("thread_round_trip", "Round trip between two threads", "us", _round_trips(setting), "lower")
+    late = []
+    for _ in range(setting.windows):
+        delays = []
+        for _ in range(max(2, round(setting.seconds / setting.windows / SLEEP_SECONDS))):
+            began = time.perf_counter()
+            time.sleep(SLEEP_SECONDS)
+            delays.append(time.perf_counter() - began - SLEEP_SECONDS)
+        late.append(sorted(delays)[round(0.9 * (len(delays) - 1))])
+    title = "Lateness of a sleep of 1 ms, 90th percentile of each window"
+    yield Value("sleep_lateness", title, "us", _microseconds(late), "lower")
+
+
+def _round_trips(setting: Setting) -> list[float]:
+    """Microseconds of a byte through a pipe to another thread and back through a second one."""
+    (read_there, write_here), (read_here, write_there) = os.pipe(), os.pipe()
+
+    def answer() -> None:
+        while byte := os.read(read_there, 1):
+            os.write(write_there, byte)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+
+    def round_trip() -> None:
+        os.write(write_here, b".")
+        os.read(read_here, 1)
+
+    seconds = call_seconds(round_trip, setting)
+    os.close(write_here)
+    thread.join()
+    for descriptor in (read_there, read_here, write_there):
+        os.close(descriptor)
+    return _microseconds(seconds)
+
+
+def _microseconds(seconds: list[float]) -> list[float]:
+    return [1e6 * one for one in seconds]
 
 
 def disk(setting: Setting) -> Outcomes:
