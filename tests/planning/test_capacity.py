@@ -62,9 +62,11 @@ def test_two_rates_that_cannot_be_one_system(second, why):
 @given(RATES, MIXES, RATIOS, st.floats(0, 1))
 def test_a_better_prefix_cache_never_costs(rate, mix, ratio, share):
     prices = prices_from_ratio(rate, mix, ratio)
-    with_cache = prices.interactions_per_second(AGENT, share)
-    assert with_cache >= prices.interactions_per_second(AGENT, 0.0) * (1 - 1e-12)
-    assert with_cache <= prices.interactions_per_second(AGENT, 1.0) * (1 + 1e-12)
+    without, with_cache, whole = (
+        prices.interactions_per_second(AGENT.model_copy(update={"prefix_cache_share": one}))
+        for one in (0.0, share, 1.0)
+    )
+    assert without * (1 - 1e-12) <= with_cache <= whole * (1 + 1e-12)
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 5000))

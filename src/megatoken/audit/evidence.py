@@ -1,6 +1,7 @@
 """The contents of the audited artefacts, with the place of every figure and without judgement.
 
-Runs of one result are nodes for the aggregation. Paths are texts relative to ``Evidence.root``. None means that the artefacts do not say.
+Runs of one result are nodes for the aggregation. Paths are texts relative to ``Evidence.root``. None means that the
+artefacts do not say.
 """
 
 from __future__ import annotations
