@@ -22,7 +22,7 @@ from megatoken.audit.endpoints import (
 from megatoken.audit.evidence import Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.files import Damage, UnreadableError, mapping, read_json_object
-from megatoken.mlperf.percentiles import disorder, impossible_mean
+from megatoken.mlperf.latencies import disorder, impossible_mean
 from megatoken.text import count_of
 
 EXACT = 1e-9  # relative; the summary prints every digit of its floats

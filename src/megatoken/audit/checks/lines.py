@@ -10,8 +10,7 @@ from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Outcome, Severity, check, outcome, shown
 from megatoken.audit.view import RunView
 from megatoken.mlperf.detail_log import LIBRARY_SET, DetailLog, Entry
-from megatoken.mlperf.loadgen_builds import is_known_version, source_lines
-from megatoken.mlperf.log_keys import log_keys, optional_keys
+from megatoken.mlperf.loadgen_builds import is_known_version, log_keys, optional_keys, source_lines
 from megatoken.text import count_of
 
 _MANY = ("generic_message", LIBRARY_SET)  # keys that LoadGen logs several times

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome
 from megatoken.audit.load_tools import ToolResult
-from megatoken.mlperf.percentiles import disorder
+from megatoken.mlperf.latencies import disorder
 
 RATE_TOLERANCE = 0.005  # relative: tools measure their duration once for all, or for each rate apart
 SUM_TOLERANCE = 0.001

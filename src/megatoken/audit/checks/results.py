@@ -12,7 +12,7 @@ from megatoken.audit.finding import Outcome, Severity, check, free_of, listed, o
 from megatoken.audit.view import RunView, has_result
 from megatoken.mlperf.constraints import FLAGS, SIX_DIGITS, constraints_met
 from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
-from megatoken.mlperf.percentiles import disorder, impossible_mean
+from megatoken.mlperf.latencies import disorder, impossible_mean
 from megatoken.mlperf.run_figures import completion_seconds, elapsed, logged_start, power_times, whole
 from megatoken.text import count_of
 

@@ -10,8 +10,7 @@ from megatoken.audit.finding import Outcome, Severity, check, free_of, listed, o
 from megatoken.audit.view import RunView, has_result
 from megatoken.files import Damage
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.loadgen_builds import version_number
-from megatoken.mlperf.log_keys import key_of_label, summary_rows, usual_label
+from megatoken.mlperf.loadgen_builds import key_of_label, summary_rows, usual_label, version_number
 from megatoken.mlperf.run_figures import LOGS_PADDING
 from megatoken.mlperf.summary_log import HEADINGS, SummaryField, SummaryLog
 from megatoken.text import count_of
