@@ -17,8 +17,7 @@ from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import DatasetError
 from megatoken.mlperf.benchmarks import benchmarks
-from megatoken.planning.profile_lengths import OUTPUT_GAMMA_SHAPE, profile_csv
-from megatoken.planning.workloads import load_profiles
+from megatoken.planning.workloads import OUTPUT_GAMMA_SHAPE, load_profiles, profile_csv
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def convert(
 
     profile = next((profile for profile in load_profiles() if profile.name == name), None)
     if profile is not None:
-        from megatoken.planning.profile_lengths import write_lengths
+        from megatoken.planning.workloads import write_lengths
 
         target = write_lengths(profile, out or Path(f"{name}.csv"), rows, seed)
         document = {"file": str(target), "profile": name, "rows": rows, "seed": seed}

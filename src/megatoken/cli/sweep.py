@@ -204,7 +204,7 @@ def _talk(
         from megatoken.harness.sweep.ruled import with_tokenizer
         from megatoken.harness.sweep.sweep import run_sweep
         from megatoken.harness.sweep.users import Talk, users_plan
-        from megatoken.planning.profile_lengths import profile_conversations
+        from megatoken.planning.workloads import profile_conversations
 
         prepared = with_tokenizer(prepared)
         tokenizer = prepared.tokenizer
