@@ -11,10 +11,9 @@ from test_claims import write
 
 from claims_support import azure_evidence
 from examples import examples
-from megatoken.claims.facts import Facts
-from megatoken.claims.formula import FormulaError, evaluate, first_number
+from megatoken.claims.facts import Facts, FormulaError
+from megatoken.claims.formula import Lookups, evaluate, first_number
 from megatoken.claims.judge import judge
-from megatoken.claims.lookups import Lookups
 from megatoken.claims.schema import Claim, load_claims
 from megatoken.errors import UsageError
 

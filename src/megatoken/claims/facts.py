@@ -12,7 +12,6 @@ from typing import Any
 from megatoken.analysis.aggregation import aggregate
 from megatoken.analysis.nodes import NodeRow
 from megatoken.audit.evidence import Configuration, Evidence, Run, System, Where, node_rows
-from megatoken.claims.formula import FormulaError, Value
 from megatoken.errors import UsageError
 from megatoken.text import suggestion
 
@@ -53,6 +52,17 @@ MISSING = {
     "measured_watts": POWER,
 }
 GROUPS = {"config": CONFIGURATION, "system": SYSTEM, "accuracy": ACCURACY}
+
+
+Value = float | str | tuple[float, ...]
+
+
+class FormulaError(UsageError):
+    """The formula is wrong, whatever the evidence."""
+
+
+class NoResultError(FormulaError):
+    """The formula has no result for these facts: a division by zero, the deviation of one value."""
 
 
 class UnknownFactError(Exception):

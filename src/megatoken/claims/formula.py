@@ -1,4 +1,4 @@
-"""Formulas of claims: arithmetic over named facts, parsed as Python and evaluated here."""
+"""Formulas of claims: arithmetic over named facts, parsed as Python and evaluated here, and what they may name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,28 @@ import operator
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TypeVar
 
+from megatoken.analysis.comparison import BASES, Entry
+from megatoken.analysis.entries import published_entry
+from megatoken.analysis.published import (
+    ACCELERATORS,
+    MODELS,
+    PublishedResult,
+    accelerator_table,
+    has_accelerator,
+    model_architectures,
+    model_of,
+    published_result,
+    published_results,
+)
+from megatoken.audit.evidence import Where
+from megatoken.claims.facts import Facts, FormulaError, NoResultError, UnknownFactError, Value
+from megatoken.claims.schema import Claim, Input
 from megatoken.errors import UsageError
-from megatoken.text import exact, precise
+from megatoken.text import count_of, exact, precise, suggestion
 
 LONGEST_FORMULA = 500
-
-Value = float | str | tuple[float, ...]
 
 OPERATORS: dict[type[ast.AST], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -42,6 +56,29 @@ OF_NUMBERS: dict[str, Callable[[float], float]] = {
 
 
 COMPUTING = ("sum", "mean", "median", "stdev")  # max, min and count choose or count what the evidence states
+T = TypeVar("T")
+FILTERS: dict[str, Callable[[PublishedResult, str], bool]] = {
+    "round": lambda row, text: text in (row.round, row.round[1:]),
+    "benchmark": lambda row, text: text in (row.benchmark, model_of(row.benchmark)),
+    "scenario": lambda row, text: row.scenario.lower() == text.lower(),
+    "division": lambda row, text: row.division == text,
+    "submitter": lambda row, text: row.submitter.lower() == text.lower(),
+    "accelerator": has_accelerator,
+    "accelerators": lambda row, text: str(row.accelerators) == text,
+}
+LOOKUPS = {
+    "published": "published(id, benchmark, scenario) or published(id, benchmark, scenario, what)",
+    "accelerator": "accelerator(name, column)",
+    "model": "model(name)",
+    "claim": "claim(id)",
+    "best_result": f"best_result(what, filters), with filters such as round=... ({', '.join(FILTERS)})",
+    "count_results": "count_results(filters), with filters such as round='v6.0'",
+    "count_submitters": "count_submitters(filters), with filters such as round='v6.0'",
+}
+SETS = ("best_result", "count_results", "count_submitters")  # look-ups over sets of rows
+PART = "part of a published result"
+SECONDS = ("s", "second", "seconds")
+WATTS = {"W": 1.0, "kW": 1000.0}
 
 
 def computes(formula: str) -> bool:
@@ -53,25 +90,7 @@ def computes(formula: str) -> bool:
     )
 
 
-class FormulaError(UsageError):
-    """The formula is wrong, whatever the evidence."""
-
-
-class NoResultError(FormulaError):
-    """The formula has no result for these facts: a division by zero, the deviation of one value."""
-
-
-class Names(Protocol):
-    """What a formula may name. Both methods raise FormulaError for an unknown name."""
-
-    def value(self, name: str) -> Value:
-        """The fact called ``name``, such as ``nodes`` or ``config.precision``."""
-
-    def call(self, function: str, arguments: Sequence[Value], filters: Mapping[str, Value]) -> Value:
-        """A look-up: ``published("5.1-0008", "llama2-70b-99", "Offline")`` or ``count_results(round="v6.0")``."""
-
-
-def evaluate(formula: str, names: Names) -> Value:
+def evaluate(formula: str, names: Lookups) -> Value:
     """The value of ``formula``.
 
     Arithmetic is + - * / ** on numbers; functions are those of ``OF_LISTS`` on a list of facts, those of
@@ -105,7 +124,7 @@ def _parse(formula: str) -> ast.expr:
         raise FormulaError(getattr(error, "msg", None) or str(error)) from error
 
 
-def _value(node: ast.expr, names: Names) -> Value:
+def _value(node: ast.expr, names: Lookups) -> Value:
     match node:
         case ast.Constant(value=bool()):
             raise FormulaError("true and false are not numbers")
@@ -136,7 +155,7 @@ def _value(node: ast.expr, names: Names) -> Value:
     raise FormulaError(f"{ast.unparse(node)!r} is not arithmetic over facts")
 
 
-def _call(function: str, arguments: list[Value], filters: Mapping[str, Value], names: Names) -> Value:
+def _call(function: str, arguments: list[Value], filters: Mapping[str, Value], names: Lookups) -> Value:
     if filters and function in (*OF_LISTS, *OF_NUMBERS, "number"):
         raise FormulaError(f"{function}() takes no names with =")
     if function in OF_LISTS:
@@ -170,7 +189,7 @@ def first_number(*arguments: Value) -> float:
     return float(found.group(1).replace(",", ""))
 
 
-def _number(node: ast.expr, names: Names) -> float:
+def _number(node: ast.expr, names: Lookups) -> float:
     value = _value(node, names)
     if isinstance(value, float):
         return value
@@ -188,3 +207,185 @@ def recomputed_text(value: float | str, claimed: object) -> str:
         return text
     decimals = len(exact(claimed).partition(".")[2])
     return text if len(text.partition(".")[2]) >= decimals else f"{value:,.{decimals}f}"
+
+
+class Lookups:
+    """Names for ``evaluate``; afterwards the attributes state what the formula used."""
+
+    def __init__(self, claim: Claim, facts: Facts, claims: Mapping[str, Claim]) -> None:
+        self._claim, self._facts, self._claims = claim, facts, claims
+        self.where: list[Where] = []
+        self.nameplate: list[str] = []
+        self.projections: list[str] = []
+        self.estimates: list[str] = []
+        self.conditions: list[str] = []
+        self.published: list[Entry] = []
+        self.columns: list[str] = []  # of the table of accelerators
+        self.uses_time = self.uses_rates = False
+        self.uses_evidence = False  # anything from outside the claims file
+
+    def value(self, name: str) -> Value:
+        """An input of the claim or a fact of the artefacts."""
+        if name in self._claim.inputs:
+            return self._input(name, self._claim.inputs[name])
+        fact = self._facts.find(name)
+        self.uses_evidence = True
+        self.where += [place for place in fact.where if place not in self.where]
+        self.uses_time |= name.endswith("_seconds")
+        self.uses_rates |= name == "tokens_per_second"
+        if fact.condition:
+            self._add_condition(fact.condition)
+        return fact.value
+
+    def call(self, function: str, arguments: Sequence[Value], filters: Mapping[str, Value]) -> Value:
+        """One of ``LOOKUPS``."""
+        _known(dict.fromkeys((*OF_LISTS, *OF_NUMBERS, "number", *LOOKUPS)), function, "function")
+        texts = [argument for argument in arguments if isinstance(argument, str)]
+        if len(texts) < len(arguments):
+            raise FormulaError(f"{function}() takes texts in quotes")
+        if function in SETS:
+            return self._set(function, texts, filters)
+        match function, texts:
+            case _ if filters:
+                pass
+            case "published", [submission, benchmark, scenario, *what] if len(what) < 2:
+                return self._published(submission, benchmark, scenario, *(what or ["total"]))
+            case "accelerator", [name, column]:
+                return self._accelerator(name, column)
+            case "model", [name]:
+                self._place(MODELS, None)
+                return _known(model_architectures(), name, "model")
+            case "claim", [name]:
+                value = _known(self._claims, name, "claim").value
+                return value if isinstance(value, str) else float(value)
+        given = len(arguments) + len(filters)
+        raise FormulaError(f"{function}() with {count_of(given, 'argument')}; write {LOOKUPS[function]}")
+
+    def _input(self, name: str, given: Input) -> float:
+        self.uses_time |= given.unit in SECONDS
+        if given.state in ("estimate", "assumed"):
+            self.estimates.append(f"{name} is {'an estimate' if given.state == 'estimate' else 'assumed'}")
+        if given.state == "nameplate":
+            self._add_nameplate(f"{name} is nameplate")
+        elif given.unit in WATTS and given.accelerator and given.accelerators:
+            watts = _known(accelerator_table(), given.accelerator, "accelerator").tdp_watts
+            nameplate = (watts or 0.0) * given.accelerators
+            if nameplate and abs(given.value * WATTS[given.unit] - nameplate) <= 0.005 * nameplate:
+                product = f"{given.accelerators} x {watts:,g} W TDP of {given.accelerator}"
+                self._add_nameplate(f"{name}, {given.value:,g} {given.unit}, is {product}: the accelerators only")
+        return given.value
+
+    def _published(self, submission: str, benchmark: str, scenario: str, what: str) -> Value:
+        try:
+            row = published_result(submission, benchmark, scenario)
+        except UsageError as error:
+            asked = f"a published result {submission} {benchmark} {scenario}"
+            raise UnknownFactError(asked, f"the results of that round of MLPerf Inference: {error}") from error
+        return self._part(row, what)
+
+    def _set(self, function: str, texts: Sequence[str], filters: Mapping[str, Value]) -> float:
+        rows = filtered_rows(filters)
+        self.uses_evidence = True
+        match function, texts:
+            case "best_result", [what]:
+                rated = [(rate, row) for row in rows if (rate := _known(_parts(row), what, PART))]
+                if not rated:
+                    raise UnknownFactError(f"a published result with {what}", f"a result that states {what}")
+                best = max(rated, key=lambda pair: pair[0])[1]
+                self._add_condition(f"best of {count_of(len(rated), 'row')}: {best.name}")
+                return self._part(best, what)
+            case "count_results" | "count_submitters", []:
+                for table in dict.fromkeys(row.table for row in rows):
+                    self._place(table, None)
+                if function == "count_results":
+                    return float(len(rows))
+                names = {row.submitter.lower(): row.submitter for row in rows}  # v6.0 has ORACLE
+                self._add_condition(f"submitters: {', '.join(sorted(names.values())) or 'none'}")
+                return float(len(names))
+        raise FormulaError(f"{function}() with {count_of(len(texts), 'argument')}; write {LOOKUPS[function]}")
+
+    def _add_condition(self, text: str) -> None:
+        if text not in self.conditions:
+            self.conditions.append(text)
+
+    def _part(self, row: PublishedResult, what: str) -> float:
+        """One of ``_parts`` of a row; its place and what it is presented as are recorded."""
+        value = _known(_parts(row), what, PART)
+        self._place(row.table, row.line)
+        if value is None:
+            raise UnknownFactError(f"{what} of {row.name}", f"a result of {row.system} that states {what}")
+        if what in BASES:
+            entry = published_entry(row)
+            self.published.append(entry)
+            self._note_projection(entry, what)
+        return value
+
+    def _note_projection(self, entry: Entry, basis: str) -> None:
+        covered, measured = self._claim.accelerators, entry.accelerators or 0
+        rack = basis == "per_rack" or self._claim.scope == "rack"
+        if (covered is not None and covered > measured) or (covered is None and rack and not entry.rack_is_measured):
+            what = f"{entry.name} measured {measured} accelerators, not {covered or 'a rack'}"
+            self.projections.append(f"a projection: {what}")
+
+    def _accelerator(self, name: str, column: str) -> float:
+        facts = _known(accelerator_table(), name, "accelerator")
+        columns = {key for other in accelerator_table().values() for key in other.values}
+        if column not in columns:
+            _known(dict.fromkeys(columns), column, "column")
+        if column not in facts.values:
+            raise UnknownFactError(f"{column} of {name}", f"a data sheet of {name} with {column}")
+        self._place(ACCELERATORS, facts.line)
+        self.columns.append(column)
+        if column == "tdp_w":
+            self._add_nameplate(f"TDP of {name}")
+        return facts.values[column]
+
+    def _add_nameplate(self, text: str) -> None:
+        if text not in self.nameplate:
+            self.nameplate.append(text)
+
+    def _place(self, table: str, line: int | None) -> None:
+        self.uses_evidence = True
+        place = Where(f"megatoken/data/{table}", line)
+        if place not in self.where:
+            self.where.append(place)
+
+
+def _parts(row: PublishedResult) -> dict[str, float | None]:
+    """What a formula may ask of a row."""
+    entry = published_entry(row)
+    return {
+        **{basis: entry.rate(basis) for basis in BASES},
+        "watts": row.measured_watts,
+        "accelerators": row.accelerators,
+        "nodes": float(row.nodes),
+        "tokens_per_sample": row.output_tokens_per_sample,
+    }
+
+
+def _known(table: Mapping[str, T], name: str, kind: str) -> T:
+    if name in table:
+        return table[name]
+    raise FormulaError(f"unknown {kind} {name!r}; {suggestion(name, sorted(table))}")
+
+
+def filtered_rows(filters: Mapping[str, Value]) -> list[PublishedResult]:
+    """Published rows that pass all ``filters``, of the closed division unless they name another.
+
+    A filter is one of ``FILTERS`` and a text or number; ``|`` separates alternatives: ``"Azure|Google"``.
+
+    Raises:
+        FormulaError: an unknown filter, or an alternative that no row of any round has.
+    """
+    rows = list(published_results())
+    for name, value in ({"division": "closed"} | dict(filters)).items():
+        if name not in FILTERS:
+            raise FormulaError(f"unknown filter {name}; {suggestion(name, FILTERS)}")
+        if isinstance(value, tuple):
+            raise FormulaError(f"filter {name} takes one text or number, not a list")
+        texts = value.split("|") if isinstance(value, str) else [exact(value).replace(",", "")]
+        for text in texts:
+            if not any(FILTERS[name](row, text) for row in published_results()):
+                raise FormulaError(f"no published row has {name} {text!r}")
+        rows = [row for row in rows if any(FILTERS[name](row, text) for text in texts)]
+    return rows

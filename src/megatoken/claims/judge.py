@@ -17,17 +17,8 @@ from typing import Any
 from megatoken.analysis.comparison import Entry
 from megatoken.analysis.published import accelerator_table
 from megatoken.audit.evidence import Evidence, Where
-from megatoken.claims.facts import POWER, Facts, UnknownFactError, gather
-from megatoken.claims.formula import (
-    FormulaError,
-    NoResultError,
-    Value,
-    claims_named,
-    computes,
-    evaluate,
-    recomputed_text,
-)
-from megatoken.claims.lookups import Lookups
+from megatoken.claims.facts import POWER, Facts, FormulaError, NoResultError, UnknownFactError, Value, gather
+from megatoken.claims.formula import Lookups, claims_named, computes, evaluate, recomputed_text
 from megatoken.claims.ratio import Objection, judge_ratio
 from megatoken.claims.schema import BASIS_OF, RATE_UNITS, Answered, Claim, ClaimsFile
 from megatoken.errors import UsageError

@@ -9,8 +9,7 @@ from megatoken.analysis.comparison import Difference, Entry, differences
 from megatoken.analysis.entries import published_entry
 from megatoken.analysis.published import published_result
 from megatoken.audit.evidence import Where
-from megatoken.claims.facts import SYSTEM, Facts, UnknownFactError
-from megatoken.claims.formula import FormulaError
+from megatoken.claims.facts import SYSTEM, Facts, FormulaError, UnknownFactError
 from megatoken.claims.schema import BASIS_OF, Claim, Side
 from megatoken.errors import UsageError
 from megatoken.text import precise
