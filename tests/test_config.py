@@ -8,11 +8,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.config import KEYS, AnswerConfig, EngineSection, RunConfig, load_flags, load_run_config, nearest
+from megatoken.config import KEYS, AnswerConfig, EngineSection, RunConfig, load_flags, load_run_config
 from megatoken.engine import EngineConfig, Sampling
 from megatoken.engine.config import RECORD_SECONDS
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.serve.options import ServeEngineSection, load_serve_config
+from megatoken.text import nearest
 
 
 def write(folder: Path, text: str) -> Path:
