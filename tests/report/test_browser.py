@@ -13,6 +13,7 @@ from report_documents import DOCUMENTS, audit_document
 from megatoken.analysis.comparison import compare
 from megatoken.audit import read_evidence as read
 from megatoken.claims.references import comparison_entry
+from megatoken.planning.commands import Common, FleetFlags, Rate, buy
 from megatoken.report import save_document, write_report
 from megatoken.report.blocks import Table, View, section
 from megatoken.report.curves import line_chart
@@ -126,6 +127,13 @@ def test_latencies_of_microseconds_next_to_hours_are_not_cut_on_a_desktop(visit,
     tab = visit(write_report(run).as_uri())
     wide = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
     assert tab.evaluate(f"{wide}.map(e => e.querySelector('caption').textContent)") == []
+
+
+def test_the_unit_of_a_buyers_answer_is_seen_on_a_phone(visit, tmp_path):
+    plan = buy(Rate(accelerator="GB300"), Common(profile=("rag",)), FleetFlags(), seats=5000)
+    tab = visit(save_document(plan.to_document(), tmp_path)[1].as_uri(), "phone")
+    results = tab.locator("table", has=tab.locator("caption", has_text="Results")).first
+    assert results.evaluate("e => e.parentElement.scrollWidth <= e.parentElement.clientWidth")
 
 
 def test_many_results_side_by_side_fit(visit, tmp_path):

@@ -107,7 +107,7 @@ def _ranges(results: Sequence[Document]) -> Table:
         for result in results
     )
     columns = (Column("Result"), *(Column(name, numeric=True) for name in ("Low", "Expected", "High")), Column("Unit"))
-    return Table("Results", columns, rows)
+    return Table("Results", columns, rows, stacked=True)
 
 
 def _value(result: Document, key: str = "value") -> str:
