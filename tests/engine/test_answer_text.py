@@ -46,20 +46,18 @@ def test_streams_carry_the_same_text_in_pieces(engine: Engine) -> None:
 def test_answers_end_at_a_stop_string_wherever_it_begins(engine: Engine) -> None:
     """Strings from every place of the free answer, across tokens: the shortest prefix of tokens that holds one."""
     draws = random.Random(0)
-    for prompt in PROMPTS:
-        [free] = engine.generate([asked(prompt)])
-        for _ in range(6):
-            begin = draws.randrange(len(free.text) - 2)
-            stop = (free.text[begin : begin + draws.randint(1, 9)], "never in it")
-            request = asked(prompt, stop=stop)
-            [found] = engine.generate([request])
-            cut = free.text.index(stop[0])
-            assert found.text == free.text[:cut]
+    for prompt, free in zip(PROMPTS, engine.generate([asked(prompt) for prompt in PROMPTS]), strict=True):
+        begins = [draws.randrange(len(free.text) - 2) for _ in range(6)]
+        stops = [free.text[begin : begin + draws.randint(1, 9)] for begin in begins]
+        requests = [asked(prompt, stop=(stop, "never in it")) for stop in stops]
+        for stop, found in zip(stops, engine.generate(requests), strict=True):
+            assert found.text == free.text[: free.text.index(stop)]
             assert found.finish_reason is FinishReason.STOP
             assert found.token_ids == free.token_ids[: len(found.token_ids)]
-            assert stop[0] in engine.tokenizer.decode(found.token_ids)
-            assert stop[0] not in engine.tokenizer.decode(found.token_ids[:-1])
-            assert "".join(event.text for event in engine.stream(request)) == found.text
+            assert stop in engine.tokenizer.decode(found.token_ids)
+            assert stop not in engine.tokenizer.decode(found.token_ids[:-1])
+        streamed = "".join(event.text for event in engine.stream(requests[0]))
+        assert streamed == free.text[: free.text.index(stops[0])]
     drain(engine)
     assert_idle(engine)
 

@@ -93,7 +93,7 @@ def test_sizes_depend_on_the_shape_alone(step: tuple[StepArrays, StepShape]) -> 
     assert np.diff(padded.chunk_starts).max(initial=0) <= np.diff(largest.chunk_starts).max(initial=0)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(steps_and_shapes(), st.integers(0, 99))
 @example(
     (mixed_step([350, 20], [30], 0), StepShape(tokens=40, chunks=2, samples=9, longest=512, pages=32)), 1
