@@ -66,7 +66,8 @@ class Benchmark:
         rounds: Rounds that have it.
         rows: Rows of its data set, which is also the smallest number of samples of an Offline run.
         accuracy_rows: Rows of the data set of its accuracy run.
-        tokens_per_sample: Bounds of the mean answer: the reference's, minus and plus 10 %; None: not bounded.
+        tokens_per_sample: Bounds of the mean answer: the reference's, minus and plus 10 %, the lower one 0 if only
+            answers of accuracy runs that are longer fail; None: not bounded.
         gen_len: Bounds of the characters of all answers; None: not bounded.
         accuracy: Score that must be reached, by lower-case metric; empty without an accuracy target.
         compliance: Compliance tests that a submission needs.

@@ -87,7 +87,7 @@ def scores(result: AccuracyResult, benchmark: Benchmark, otherwise: Severity) ->
     low = [
         f"{name} {found[name]:g} {how}" if name in found else f"no {name}"
         for name, (least, most, how) in bounds.items()
-        if not least <= found.get(name, -1.0) <= most
+        if (name in found or least > 0) and not least <= found.get(name, -1.0) <= most
     ]
     expected = f"{benchmark.name}: {', '.join(f'{name} of at least {target:g}' for name, target in targets.items())}"
     reached = ", ".join(f"{name} {found[name]:g}" for name in targets if name in found)
