@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Generic, TypeVar
 
-WAITING_TASKS = 2  # of a worker: the one that it works on, and the next
+from megatoken.errors import MegatokenError
+
 MOST_AHEAD = 2_000  # tasks done before one that takes long; their results wait for it in memory
 
 Task = TypeVar("Task")
@@ -61,7 +63,7 @@ class _Worker:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.connection, theirs = Pipe()
         self.started = False  # its first message says so: one that cannot start was not killed by a task
-        self.tasks: deque[int] = deque()
+        self.task: int | None = None  # one at a time: a process that sends a result reads no task, and both would wait
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megatoken.processes", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
@@ -130,19 +132,19 @@ class _Pool(Generic[Task, Result]):
             return
         if error is not None:
             raise error
-        if worker.started:
-            self._finish(worker.tasks.popleft(), result)
+        if worker.task is not None:
+            self._finish(worker.task, result)
+            worker.task = None
         worker.started = True
         self._send(worker)
 
     def _remove(self, worker: _Worker) -> None:
-        """Removes a worker that died. Only the task that it was working on is lost."""
+        """Removes a worker that died, and takes the task that it was working on for lost."""
         self.workers.remove(worker)
         worker.kill()
-        if worker.started and worker.tasks:
-            self._finish(index := worker.tasks.popleft(), self._lost(self._tasks[index]))
+        if worker.task is not None:
+            self._finish(worker.task, self._lost(self._tasks[worker.task]))
             self.add_worker()
-        self._todo.extendleft(reversed(worker.tasks))
 
     def _finish(self, index: int, result: Result) -> None:
         self._done[index] = result
@@ -150,27 +152,31 @@ class _Pool(Generic[Task, Result]):
             self._finished(self._given + len(self._done))
 
     def _send(self, worker: _Worker) -> None:
-        most = self._given + MOST_AHEAD
-        while worker.started and len(worker.tasks) < WAITING_TASKS and self._todo and self._todo[0] < most:
-            worker.tasks.append(self._todo.popleft())
-            worker.send(self._tasks[worker.tasks[-1]])
+        if worker.started and worker.task is None and self._todo and self._todo[0] < self._given + MOST_AHEAD:
+            worker.task = self._todo.popleft()
+            worker.send(self._tasks[worker.task])
 
 
 def serve(connection: Connection) -> None:
     """Does tasks until the connection is closed."""
     try:
-        failure: Exception | None
         function = connection.recv()
         connection.send((None, None))
         while True:
-            task = connection.recv()
-            try:
-                result, failure = function(task), None
-            except Exception as error:
-                result, failure = None, error
-            connection.send((result, failure))
+            connection.send_bytes(_outcome(function, connection.recv()))
     except (EOFError, OSError):
         return
+
+
+def _outcome(function: Callable[[Any], Any], task: object) -> bytes:
+    """The pickled result and error of a task; a panic of a library, which is no ``Exception``, becomes one."""
+    try:
+        return bytes(ForkingPickler.dumps((function(task), None)))
+    except BaseException as error:
+        with suppress(Exception):
+            if isinstance(error, Exception):
+                return bytes(ForkingPickler.dumps((None, error)))
+        return bytes(ForkingPickler.dumps((None, MegatokenError(f"{type(error).__name__}: {error}"))))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import event, given, settings
@@ -48,6 +49,17 @@ def test_the_answer_recomputed_from_its_formulas():
     kilowatts = values["Accelerators"] * 1.4 * 1.3 * (0.3 + 0.7 * values["Mean utilisation"])
     assert values["Energy per month"] == pytest.approx(kilowatts * 1.54 * 730 / 1e3)
     assert values["Energy per million output tokens"] == pytest.approx(values["Energy per month"] * 1e3 / tokens)
+
+
+def test_a_small_order_on_another_part():
+    """The mean utilisation is what the order asks for, however little; a price of another part is said to be one."""
+    plan = buy(GB300, RAG, FleetFlags(), seats=5000)
+    other = buy(replace(GB300, accelerator="MI300X"), RAG, FleetFlags(), seats=5000)
+    served = plan.table("bounds").rows[0]["planning_interactions_per_second"] / 0.7 * 730 * 3600
+    racks = plan.result("Accelerators").value / 72
+    assert plan.result("Mean utilisation").value == pytest.approx(5000 * 200 / (served * racks))
+    assert plan.result("Mean utilisation").value < 0.001
+    assert any("price is that of a GB300, this is a MI300X" in note for note in other.notes)
 
 
 def test_the_range_is_the_root_of_the_sum_of_squares():

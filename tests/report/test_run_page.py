@@ -13,6 +13,7 @@ from megatoken.report.console import lines
 from megatoken.report.page import page
 from megatoken.report.views import run_view
 from megatoken.report.views.over_time import events, pauses
+from megatoken.report.views.rate_search import search_answer
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
 
@@ -244,6 +245,19 @@ def test_a_rate_search_answers_first(make_run):
     ]
     assert f"Rate search: {answer}" in [line.plain for line in lines(read_run(run), [])]
     assert "Rate search" not in words(page_of(make_run()))
+
+
+def test_a_failure_that_did_not_stand_is_not_the_upper_end():
+    tries = [(29.5, False, True), (29.7, False, False), (29.9, False, False), (29.7, True, True)]
+    probes = [
+        {"samples_per_second": rate, "full_length": False, "repeat": repeat, "valid": valid, "reason": "p99 TPOT"}
+        for rate, repeat, valid in tries
+    ]
+    answer = search_answer({"rate_search": {"samples_per_second": 29.5, "probes": probes}})
+    assert answer == (
+        "highest valid rate 29.5 samples/s; 29.9 samples/s failed: p99 TPOT; "
+        "29.7 samples/s failed at first and was valid when repeated"
+    )
 
 
 def test_the_limits_of_a_run_are_drawn_where_they_are_on_the_axis_of_the_latency(make_run):

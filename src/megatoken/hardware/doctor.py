@@ -77,7 +77,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found."""
+    """One thing that was looked at: its state, and what to do about it."""
 
     code: str  # of the check; stays the same between versions
     state: State  # FIX where it costs speed, or makes a feature or a measurement fail
@@ -101,7 +101,7 @@ def unknown(code: str, message: str, command: str = "") -> Finding:
 
 
 def check_system(folder: Path) -> Iterator[Finding]:
-    """All of them; ``folder`` is where runs are written. Takes half a second, in which the load is watched."""
+    """Findings about the machine; ``folder`` is where runs are written. Watches the load for half a second."""
     yield _governor()
     yield from _cores_and_memory()
     yield from _load()
@@ -231,7 +231,7 @@ def _clock() -> Finding:
 
 
 def check_software(has_gpu: bool) -> Iterator[Finding]:
-    """All of them; ``has_gpu``: whether the machine has an NVIDIA GPU."""
+    """Findings about what is installed; ``has_gpu``: whether the machine has an NVIDIA GPU."""
     name = os.environ.get("CXX", "g++")
     if shutil.which(name) is None:
         message = f"no compiler {name}, so the processor's kernels are replaced by slower PyTorch operations"

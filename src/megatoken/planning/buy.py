@@ -16,6 +16,7 @@ from megatoken.planning.cost import (
     accelerator_hour,
     cost_inputs,
     interaction_dollars,
+    price_notes,
 )
 from megatoken.planning.energy import PUE, levels, power_at
 from megatoken.planning.figures import Input, Plan, Result, Sensitivity, Table, by_swing, weakest
@@ -120,8 +121,8 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     monthly = order.seats * profile.interactions_per_user_month
     millions = monthly * profile.written_tokens / 1e6
     capacity = served.highest_with_factors * share * sized.nodes * SECONDS_PER_MONTH
-    utilisation = min(1.0, max(monthly / capacity, assumptions.entries[UTILISATION].minimum or 0.0))
-    used = assumptions.but(UTILISATION, utilisation)
+    utilisation = min(1.0, monthly / capacity)
+    used = assumptions.but(UTILISATION, max(utilisation, assumptions.entries[UTILISATION].minimum or 0.0))
     hour = accelerator_hour(system, used)
     if hour is None:
         raise UsageError("power unknown; pass --accelerator, such as GB300, or --rent")
@@ -153,7 +154,7 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
         Input("accelerator_hour", dollars, "$/(accelerator hour)", "assumed", "system $/h of plan cost / accelerators"),
         *shown,
     )
-    return Answer(values, served, tuple(dict.fromkeys(every)), throughput.notes)
+    return Answer(values, served, tuple(dict.fromkeys(every)), (*throughput.notes, *price_notes(system, assumptions)))
 
 
 def _site_kwh(system: System, assumptions: Assumptions, systems: float) -> float | None:

@@ -208,7 +208,7 @@ def plan_cost(
         ),
         profiles=tuple(profile.to_document() for profile in profiles),
         sensitivities=_sensitivities(system, assumptions, assumed),
-        notes=(*throughput.notes, *_notes(system, assumptions)),
+        notes=(*throughput.notes, NOT_COVERED, *price_notes(system, assumptions)),
         waterfall=_waterfall(lines, state),
     )
 
@@ -234,14 +234,14 @@ def _hourly_names(system: System) -> list[str]:
     return used[len(OWNED_ONLY) : -1] if system.rented else used
 
 
-def _notes(system: System, assumptions: Assumptions) -> list[str]:
-    notes = [NOT_COVERED]
+def price_notes(system: System, assumptions: Assumptions) -> list[str]:
+    """Says so if the assumed price is that of another accelerator."""
     name = system.throughput.accelerator or "unknown accelerator"
     if not system.rented and assumptions.entries[PRICE].state == "assumed" and PRICED.upper() not in name.upper():
-        notes.append(
+        return [
             f"The assumed price is that of a {PRICED}, this is a {name}: give its price with --set {PRICE}=DOLLARS."
-        )
-    return notes
+        ]
+    return []
 
 
 def cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:

@@ -174,9 +174,9 @@ def schedule(
         if best is None or point.output_tokens_per_second >= best.output_tokens_per_second:
             best = point
     if best is None:
+        flag = "--tpot-limit" if bound.endswith("per output token") else "--ttft-limit"
         raise UsageError(
-            f"one request alone on {replica.gpu} breaks the limit on {bound.removeprefix('latency: ')}; raise"
-            " tpot_limit_seconds or ttft_limit_seconds with --set"
+            f"one request alone on {replica.gpu} breaks the limit on {bound.removeprefix('latency: ')}; raise {flag}"
         )
     return Schedule(
         replica,

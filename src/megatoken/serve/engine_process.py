@@ -83,7 +83,7 @@ async def _serve(settings: EngineProcessSettings, control: Control) -> None:
     except MegatokenError as error:
         control.leave(str(error), error.exit_code)
     except Exception as error:
-        control.leave(fault("the engine cannot be started", error), ExitCode.ERROR)
+        control.leave(fault("the process of the engine failed", error), ExitCode.ERROR)
     os._exit(0)  # weights and cache go with the process
 
 

@@ -28,7 +28,7 @@ def json_text(value: Any) -> str:
 
 
 def text_frame(make: Callable[[str], Mapping[str, Any]], name: str | None = None) -> tuple[bytes, bytes]:
-    """What stands before and after the text in events that differ in one string only: a piece of an answer's text.
+    """The bytes before and after the text in events that differ in one string only: a piece of an answer's text.
 
     ``make`` returns the data of the event of a piece; it is called once. ``name``: as in ``event``.
     """
@@ -38,6 +38,6 @@ def text_frame(make: Callable[[str], Mapping[str, Any]], name: str | None = None
 
 
 def text_writer(write: Callable[[bytes], None], make: Callable[[str], Mapping[str, Any]]) -> Callable[[str], None]:
-    """What writes the event of a piece of text, arguments as of ``text_frame``."""
+    """A function that writes the event of a piece of text, arguments as of ``text_frame``."""
     (head, tail), escaped = text_frame(make), encode_basestring
     return lambda text: write(head + escaped(text).encode() + tail)

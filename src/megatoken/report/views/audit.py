@@ -68,6 +68,8 @@ def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points
             holds = f"The claim {'holds' if right else claims[0].text('answer')}."
     elif fails:
         holds = f"The results do not stand as they are: {count_of(len(fails), 'check')} of {len(findings)} fail."
+    elif unknowns:
+        holds = f"No check fails; {len(unknowns)} of {len(findings)} cannot be answered."
     else:
         holds = f"The results stand: none of {count_of(len(findings), 'check')} fails."
     breaks = [*(f"\u201c{claim.text('text')}\u201d is {right_value(claim)}" for claim in wrong)]
