@@ -13,6 +13,8 @@ from cli_results import document_of
 from cli_support import TIMEOUT_SECONDS, started
 from megatoken.analysis.statistics import summarise
 from megatoken.audit import Finding, Severity, audit
+from megatoken.report.documents import checked
+from megatoken.report.views.audit import audit_view
 from megatoken.runs.run import read_run
 
 CAUSES = {signal.SIGINT: "INTERRUPTED: SIGINT after ", signal.SIGKILL: "INTERRUPTED: NOT_FINISHED "}
@@ -80,6 +82,10 @@ def test_the_audit_says_interrupted_first_and_accuses_nobody(interrupted: tuple[
     assert first["found"].startswith(CAUSES[number])
     assert first["found"].endswith(f"samples that had ended: {ended(folder / 'requests.parquet')}")
     assert document["notes"][0].startswith(CAUSES[number])
+    (_, sentence), *_ = audit_view(checked(document)).summary[0].points  # type: ignore[union-attr]
+    assert sentence.startswith(
+        f"No check fails, but the results do not stand by themselves: a run reports {CAUSES[number]}"
+    )
     found = {item["id"]: item["severity"] for item in document["findings"]}
     assert {found[name] for name in ("log.whole", "summary.counts", "rules.valid")} == {"unknown"}
     assert found["run_folder.metrics"] == found["settings.library_order"] == found["build.sources"] == "pass"

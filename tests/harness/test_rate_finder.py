@@ -209,6 +209,21 @@ def test_a_disturbance_that_makes_one_try_fail_does_not_change_the_answer(
             assert tried.rate > search.too_high or tried.full_length or tried.rate > search.found
 
 
+def test_a_full_length_that_contradicts_a_probe_is_tried_again_while_no_rate_is_found() -> None:
+    """All runs of full length fail, until one at a rate that a probe passed was tried twice."""
+    search, passed, tries = RateSearch(80.0), 0.0, list[Try]()
+    while (tried := search.next()) is not None and not (tries and tried.full_length and tries[-1].rate <= passed):
+        valid = tried.rate <= 100 and not tried.full_length
+        passed = max(passed, tried.rate if valid else 0.0)
+        tries.append(tried)
+        search.note(tried, Verdict(valid, surely=False, lasted_share=0.9))
+    contradicting = [one for one in tries if one.full_length][-1]
+    assert contradicting.rate <= passed
+    assert tried == contradicting and tried is not None and tried.repeat
+    search.note(tried, Verdict(True, surely=False))
+    assert search.found == contradicting.rate
+
+
 verdicts = st.builds(Verdict, st.booleans(), st.booleans(), st.floats(0, 1), st.none() | st.floats(1e-3, 1e6))
 
 

@@ -41,7 +41,8 @@ class RateSearch:
     """Narrows a bracket with probes, then with runs of full length until the rest is within the resolution.
 
     What disturbs a machine makes a try fail, not pass. So a probe that failed although a rate as high or higher passed
-    is repeated, and so is the try that set the upper end, before the search settles; the second result counts.
+    is repeated, and so is the try that set the upper end, before the search settles. So is the first run of full length
+    that failed at a rate which a probe passed, while no rate is found. The second result counts.
 
     It ends after at most ``MOST_PROBES`` probes and ``MOST_FULL_LENGTHS`` runs of full length. ``found`` is the highest
     rate that was valid at full length, ``too_high`` the lowest above it that is certainly not.
@@ -119,7 +120,9 @@ class RateSearch:
         passed = max(self._passed, default=0.0)
         passed_above = [tried for tried in self._failed if tried.rate <= passed and not tried.full_length]
         upper_end = [tried for tried in self._failed if tried.rate == self.too_high and self._known()]
-        for tried in (*passed_above, *upper_end):
+        full_lengths = [tried for tried in self._failed if tried.full_length and tried.rate <= passed]
+        first_below = [] if self.found is not None or any(one.full_length for one in self._repeated) else full_lengths
+        for tried in (*passed_above, *first_below[:1], *upper_end):
             if tried not in self._repeated and (tried.full_length or probes):
                 return replace(tried, repeat=True)
         return None

@@ -109,7 +109,10 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     supply, profile = order.supply(assumptions), order.profile
     throughput, system = supply.throughput, supply.system
     if throughput.accelerators is None or supply.accelerators_per_node is None or system is None:
-        raise UsageError("the hardware is unknown; pass --accelerator, such as GB300")
+        missing = (
+            "--accelerators, how many make that rate" if throughput.accelerator else "--accelerator, such as GB300"
+        )
+        raise UsageError(f"the hardware is unknown; pass {missing}")
     priced = price(throughput, assumptions)
     derated = derating(throughput, assumptions, order.factors)
     served = Served(profile, throughput, priced, derated, assumptions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import json
 import os
@@ -387,7 +388,9 @@ def _listen(options: ServeConfig) -> list[socket.socket]:
             one.listen(BACKLOG)
     except OSError as error:
         why = error.strerror or str(error)
-        raise UsageError(f"--port: cannot listen on {options.host}:{options.port}: {why}; give another port") from error
+        flag = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
+        problem = f"cannot listen on {options.host}:{options.port}: {why}"
+        raise UsageError(f"--{flag}: {problem}; give another {flag}") from error
     return sockets
 
 

@@ -67,7 +67,10 @@ def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points
         if len(claims) == 1:
             holds = f"The claim {'holds' if right else claims[0].text('answer')}."
     elif fails:
-        holds = f"The results do not stand as they are: {count_of(len(fails), 'check')} of {len(findings)} fail."
+        broken = f"{count_of(len(fails), 'check')} of {len(findings)} {'fails' if len(fails) == 1 else 'fail'}"
+        holds = f"The results do not stand as they are: {broken}."
+    elif against := _against_itself(findings):
+        holds = f"No check fails, but the results do not stand by themselves: {against}."
     elif unknowns:
         holds = f"No check fails; {len(unknowns)} of {len(findings)} cannot be answered."
     else:
@@ -84,6 +87,17 @@ def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points
             ("", f"What the artefacts cannot answer: {_some(unknown)}."),
         ),
     )
+
+
+def _against_itself(findings: Sequence[Document]) -> str:
+    """What runs report against themselves, the first of them in words; empty if none does."""
+    said = [
+        finding.text("found")
+        for id_ in ("run_folder.healthy", "run_folder.interrupted")
+        for finding in findings
+        if finding.text("id") == id_ and finding.text("severity") != "pass"
+    ]
+    return f"a run reports {_some(said[:1])}" + (f", and {len(said) - 1:,} more" if said[1:] else "") if said else ""
 
 
 def _some(names: Sequence[str]) -> str:

@@ -33,6 +33,7 @@ TEXTS_AT_FIRST, TEXTS_LATER = 256, 64  # the first answers keep their text, late
 RECEIVE_BYTES = 1 << 20
 END_SECONDS = 2.0
 SWITCH_SECONDS = 0.0002  # Python's 5 ms would hold up a request that is due while a thread writes the run folder
+FEWEST_LOOKS = 20  # of a second: in a shorter run one late look at the clock would be a large share
 _KNOWN = {"in_flight", "waiting", "output_tokens", "processed_tokens", "replicas"}  # fields that a client knows
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -238,7 +239,7 @@ class EndpointTarget:
                 "processes": len(self._workers),
                 "busy_share": max(worker.busy_share for worker in self._workers),
                 "loop_lag_seconds": max(worker.loop_lag_seconds for worker in self._workers),
-                "late_share": max(worker.late_looks / max(1, worker.looks) for worker in self._workers),
+                "late_share": max(worker.late_looks / max(FEWEST_LOOKS, worker.looks) for worker in self._workers),
                 "core_wait_share": max(waits, default=None),
                 "cores": len(os.sched_getaffinity(0)),
                 "self_test": self._self_test,
