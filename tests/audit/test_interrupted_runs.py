@@ -82,7 +82,7 @@ def test_the_audit_says_interrupted_first_and_accuses_nobody(interrupted: tuple[
     assert first["found"].startswith(CAUSES[number])
     assert first["found"].endswith(f"samples that had ended: {ended(folder / 'requests.parquet')}")
     assert document["notes"][0].startswith(CAUSES[number])
-    (_, sentence), *_ = audit_view(checked(document)).summary[0].points  # type: ignore[union-attr]
+    (_, sentence), *_ = audit_view(checked(document)).summary[0].points
     assert sentence.startswith(
         f"No check fails, but the results do not stand by themselves: a run reports {CAUSES[number]}"
     )

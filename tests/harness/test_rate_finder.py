@@ -197,7 +197,7 @@ def test_a_disturbance_that_makes_one_try_fail_does_not_change_the_answer(
     search, outcomes = RateSearch(edge * factor), dict[Try, list[bool]]()
     while (tried := search.next()) is not None:
         valid = tried.rate <= edge and sum(map(len, outcomes.values())) != disturbed
-        assert tried.repeat == (tried in outcomes)  # what is repeated is told, and nothing is tried a third time
+        assert tried.repeat == (tried in outcomes)  # a repeat is marked as one, and nothing is tried a third time
         outcomes.setdefault(tried, []).append(valid)
         search.note(tried, Verdict(valid, surely))
     full_lengths = sum(len(found) for tried, found in outcomes.items() if tried.full_length)

@@ -52,8 +52,9 @@ def pack(weight: Packed4, bias_N: Tensor | None) -> PackedLinear:
 
 def product(x_TD: Tensor, linear: PackedLinear) -> Tensor:
     """``x W^T + b``, summed in fp32 and rounded once to the type of ``x``."""
-    weight, columns = linear.weight, x_TD.shape[1]
-    x = pad(x_TD.float(), (0, weight.columns - columns)).contiguous()
+    x, weight = x_TD.float().contiguous(), linear.weight
+    if more := weight.columns - x.shape[1]:
+        x = pad(x, (0, more))
     if len(x) <= MOST_TOKENS:
         y_TN = native.packed_product(x, weight)
     else:

@@ -97,7 +97,9 @@ def _against_itself(findings: Sequence[Document]) -> str:
         for finding in findings
         if finding.text("id") == id_ and finding.text("severity") != "pass"
     ]
-    return f"a run reports {_some(said[:1])}" + (f", and {len(said) - 1:,} more" if said[1:] else "") if said else ""
+    if not said:
+        return ""
+    return f"a run reports {said[0]}" + (f", and {len(said) - 1:,} more" if said[1:] else "")
 
 
 def _some(names: Sequence[str]) -> str:
