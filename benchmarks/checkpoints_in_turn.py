@@ -6,16 +6,12 @@ For instance the same weights in bf16 and in four bits. Answers have forced leng
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
+from cpu_report import write_cpu_report
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.hardware.inventory import take_inventory
 
 PROMPT_TOKENS, ANSWER_TOKENS = 16, 32
 
@@ -45,15 +41,7 @@ def main() -> None:
         figures.append({"sequences": sequences, "output_tokens_per_second": rates, "second_over_first": second / first})
         print(f"{sequences} sequences: {first:.2f} and {second:.2f} tokens/s, {second / first:.2f} times", flush=True)
     if options.out:
-        inventory = take_inventory()
-        document = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join(["benchmarks/checkpoints_in_turn.py", *sys.argv[1:]]),
-            "figures": figures,
-            "machine": {key: inventory[key] for key in ("cpu", "memory", "kernel")},
-            "source": inventory["source"],
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_cpu_report(options.out, "checkpoints_in_turn.py", {"figures": figures})
 
 
 if __name__ == "__main__":

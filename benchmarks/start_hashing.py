@@ -9,17 +9,16 @@ import argparse
 import json
 import os
 import resource
-import shlex
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
-from megatoken.hardware.inventory import take_inventory
+from cpu_report import write_cpu_report
 from megatoken.runs.identity import CACHE
 
 KINDS = ("hashes read", "hashes known")
@@ -51,18 +50,13 @@ def main() -> int:
     read, known = (statistics.median(seconds[kind]) for kind in KINDS)
     print(f"median {read:.2f} s with hashes read, {known:.2f} s with hashes known: {100 * (read / known - 1):+.1f} %")
     if options.out:
-        inventory = take_inventory()
-        document = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join(["benchmarks/start_hashing.py", *sys.argv[1:]]),
+        fields = {
             "bytes": sum(path.stat().st_size for path in options.model.iterdir()),
             "seconds": seconds,
             "cpu_seconds_of_the_whole_run": cpu_seconds,
             "added_share": read / known - 1,
-            "machine": {key: inventory[key] for key in ("cpu", "memory", "kernel")},
-            "source": inventory["source"],
         }
-        options.out.write_text(json.dumps(document, indent=2) + "\n")
+        write_cpu_report(options.out, "start_hashing.py", fields)
     return 0
 
 
