@@ -200,7 +200,7 @@ def test_short_answers_are_reported_with_each_row_and_ratio():
     assert pair.endswith("2.123 in tokens/s, 2.254 in samples/s (answers of 273.4 vs 290.3 tokens)")
     per_gpu = next(ratio for ratio in comparison.ratios if ratio.basis == "per_gpu")
     assert "output tokens per sample" in fields(per_gpu)
-    assert answer_length("llama2-70b-99", 294.45) is None and answer_length("gpt-oss-120b", 1.0) is None
+    assert answer_length("llama2-70b-99", 294.45) is None and answer_length("qwen3-vl-235b-a22b", 1.0) is None
     assert "9.0 % longer" in answer_length("llama2-70b-99", 321.0)
 
 
