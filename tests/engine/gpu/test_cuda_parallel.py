@@ -1,4 +1,4 @@
-"""Two GPUs that share a model against one: logits, answers, the end of a rank."""
+"""GPUs that share a model against one: answers, the end of a rank."""
 
 import random
 import subprocess
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
-    bf16_checkpoint(directory, vocab_size=1024)
+    bf16_checkpoint(directory, vocab_size=1024, num_key_value_heads=4)
     return directory
 
 
@@ -34,45 +34,54 @@ def requests() -> list[Request]:
     ]
 
 
+FEWER_THAN_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+RANKS = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=FEWER_THAN_FOUR)], ids=["two", "four"])
 LEAST_AGREEMENT = {"bf16": 0.9, "fp8": 0.7}
 
 
-def agreement(one: list[Completion], two: list[Completion]) -> float:
+def agreement(one: list[Completion], several: list[Completion]) -> float:
     """Share of first tokens: an answer that once takes the other of two close logits goes its own way."""
-    assert [len(answer.token_ids) for answer in one] == [len(answer.token_ids) for answer in two]
-    return sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, two, strict=True)) / len(one)
+    assert [len(answer.token_ids) for answer in one] == [len(answer.token_ids) for answer in several]
+    return sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, several, strict=True)) / len(one)
 
 
+@RANKS
 @pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
-def test_two_gpus_answer_as_one(llama: Path, precision: str, fp8_scales: str) -> None:
+def test_several_gpus_answer_as_one(llama: Path, precision: str, fp8_scales: str, ranks: int) -> None:
     config = {"precision": precision, "fp8_scales": fp8_scales, **SIZES}
-    engines = [Engine(llama, EngineConfig(tensor_parallel=ranks, **config)) for ranks in (1, 2)]
+    engines = [Engine(llama, EngineConfig(tensor_parallel=number, **config)) for number in (1, ranks)]
     assert (engines[1]._runner._group.shared is not None) == (fp8_scales == "tensor")
     assert agreement(*(engine.generate(requests()) for engine in engines)) >= LEAST_AGREEMENT[precision]
 
 
+@RANKS
 @pytest.mark.parametrize("change", [{"vocab_size": 1025}, {"num_hidden_layers": 1}, {"tie_word_embeddings": True}])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_other_shapes_answer_as_one(tmp_path: Path, precision: str, change: dict[str, object]) -> None:
+def test_other_shapes_answer_as_one(tmp_path: Path, precision: str, change: dict[str, object], ranks: int) -> None:
     """A vocabulary that is on every rank, a first layer that is the last, an embedding that is the head."""
-    bf16_checkpoint(tmp_path, **{"vocab_size": 1024, **change})
+    bf16_checkpoint(tmp_path, **{"vocab_size": 1024, "num_key_value_heads": 4, **change})
     config = {"precision": precision, **SIZES}
-    one, two = (Engine(tmp_path, EngineConfig(tensor_parallel=n, **config)).generate(requests()) for n in (1, 2))
-    assert agreement(one, two) >= LEAST_AGREEMENT[precision]
+    one, several = (
+        Engine(tmp_path, EngineConfig(tensor_parallel=number, **config)).generate(requests()) for number in (1, ranks)
+    )
+    assert agreement(one, several) >= LEAST_AGREEMENT[precision]
 
 
+@RANKS
 @pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
-def test_large_steps_answer_as_one(precision: str, fp8_scales: str, tmp_path: Path) -> None:
+def test_large_steps_answer_as_one(precision: str, fp8_scales: str, tmp_path: Path, ranks: int) -> None:
     rows = 4096
-    bf16_checkpoint(tmp_path, vocab_size=1024, hidden_size=4096)
+    bf16_checkpoint(tmp_path, vocab_size=1024, hidden_size=4096, num_key_value_heads=4)
     draw = random.Random(1)
     asked = [
         Request([draw.randrange(1024) for _ in range(500 + 10 * number)], 1 + number % 3, ignore_end_token=True)
         for number in range(40)
     ]
     config = {"precision": precision, "fp8_scales": fp8_scales, "max_batched_tokens": rows, "cache_tokens": 65536}
-    one, two = (Engine(tmp_path, EngineConfig(tensor_parallel=ranks, **config)).generate(asked) for ranks in (1, 2))
-    assert agreement(one, two) >= LEAST_AGREEMENT[precision]
+    one, several = (
+        Engine(tmp_path, EngineConfig(tensor_parallel=number, **config)).generate(asked) for number in (1, ranks)
+    )
+    assert agreement(one, several) >= LEAST_AGREEMENT[precision]
 
 
 def last_word_of(code: str, model: Path) -> bytes:
@@ -110,10 +119,11 @@ def test_an_engine_forgotten_at_work_lets_its_process_end(llama: Path) -> None:
     assert last_word_of(code, llama) == b"done"
 
 
+@RANKS
 @pytest.mark.parametrize("steps", [1, 40])
-def test_a_rank_that_dies_is_noticed(llama: Path, steps: int) -> None:
+def test_a_rank_that_dies_is_noticed(llama: Path, steps: int, ranks: int) -> None:
     """Among the first steps, and where they are replayed as graphs."""
-    engine = Engine(llama, EngineConfig(tensor_parallel=2, **SIZES))
+    engine = Engine(llama, EngineConfig(tensor_parallel=ranks, **SIZES))
     for number in range(16):
         engine.submit(Request([number], 200, ignore_end_token=True))
     for _ in range(steps):
