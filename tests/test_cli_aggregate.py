@@ -44,7 +44,9 @@ def test_repeats_are_no_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def test_what_cannot_be_aggregated(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     run = two_runs(tmp_path_factory)[0]
-    for path in hostile_paths(tmp_path).values():
+    for name, path in hostile_paths(tmp_path).items():
+        if name == "damaged":  # see test_cli_damaged_folders
+            continue
         assert str(path) in refused("aggregate", run, path)
     for flags, why in (
         (("--straggler-threshold", 3), "must be a share such as 0.03"),

@@ -154,3 +154,38 @@ def test_a_run_is_judged_when_it_ends_and_its_page_and_a_comparison_say_the_same
     assert "NOT MET" in (folder / "report.html").read_text()
     code, out, _ = call_here("compare", folder, folder, "--json")
     assert json.loads(out)["rows"][0]["limits"] == "NOT MET (time to first token, p50)"
+
+
+@pytest.mark.parametrize("verdict", ["INVALID", "INTERRUPTED"])
+def test_a_run_that_does_not_stand_is_named_before_the_limits_that_it_keeps(tmp_path, verdict):
+    run = server_run(tmp_path / "runs", [0.5] * 700, verdict=verdict)
+    limit = ("--limits.samples_per_second", 0.1)
+    code, out, _ = call_here("check", run.path, *limit, "--out", tmp_path / "saved")
+    document = json.loads((tmp_path / "saved" / "check.json").read_text())
+    assert code == 3 and out.splitlines()[1].startswith(f"RUN DOES NOT STAND  {run.path.name} is {verdict}")
+    assert document["answer"] == document["runs"][0]["answer"] == "RUN DOES NOT STAND"
+    assert "RUN DOES NOT STAND" in (tmp_path / "saved" / "check.html").read_text()
+    sound = server_run(tmp_path / "other", [0.5] * 700)
+    assert call_here("check", sound.path, *limit)[0] == 0
+    slo = tmp_path / "limits.yaml"
+    slo.write_text("samples_per_second: 0.1\n")
+    _, out, _ = call_here("compare", sound.path, run.path, "--slo", slo, "--json")
+    assert [row["limits"][:18] for row in json.loads(out)["rows"]] == ["MET", "RUN DOES NOT STAND"]
+    _, out, _ = call_here("dossier", "--run", run.path, *limit, "--json")
+    assert json.loads(out)["limits"][0]["answer"] == "RUN DOES NOT STAND"
+
+
+def test_a_damaged_run_folder_is_named_in_its_place_and_the_others_are_judged(tmp_path):
+    for name in ("a", "b", "c"):
+        server_run(tmp_path / "runs" / name, [0.5] * 700)
+    (tmp_path / "runs" / "b" / "run" / "series.parquet").unlink()
+    limit = ("--limits.samples_per_second", 0.1)
+    code, out, err = call_here("check", tmp_path / "runs", *limit, "--json")
+    document = json.loads(out)
+    assert (code, document["answer"]) == (2, "CANNOT TELL") and "series.parquet is missing" in err
+    assert [run["answer"] for run in document["runs"]] == ["MET", "CANNOT TELL", "MET"]
+    assert "series.parquet is missing" in document["runs"][1]["unreadable"]
+    code, out, _ = call_here("check", tmp_path / "runs", *limit)
+    assert code == 2 and out.index("MET   ") < out.index("CANNOT BE READ") < out.rindex("MET   ")
+    code, out, err = call_here("check", tmp_path / "runs" / "b", *limit)
+    assert (code, out) == (2, "") and "series.parquet is missing" in err

@@ -7,7 +7,7 @@ nothing. Requests that failed or did not end count as over every limit on a late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -38,8 +38,9 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class Answer(StrEnum):
-    """Whether a run meets a limit."""
+    """Whether a run meets a limit; of a whole run also that its numbers prove nothing, whatever its limits say."""
 
+    DOES_NOT_STAND = "RUN DOES NOT STAND"
     MET = "MET"
     NOT_MET = "NOT MET"
     CANNOT_TELL = "CANNOT TELL"
@@ -122,15 +123,23 @@ def not_judged(limits: Sequence[Limit], why: str) -> list[Judged]:
     return [_open(limit, why) for limit in limits]
 
 
-def overall(answers: Sequence[Judged]) -> Answer | None:
-    """NOT MET if one is not, else CANNOT TELL if one is open, else MET; None without limits."""
-    found = {one.answer for one in answers}
-    return next((one for one in (Answer.NOT_MET, Answer.CANNOT_TELL, Answer.MET) if one in found), None)
+def overall(answers: Iterable[Answer | None]) -> Answer | None:
+    """The first of RUN DOES NOT STAND, NOT MET, CANNOT TELL and MET that is among ``answers``; None without any."""
+    found = set(answers)
+    order = (Answer.DOES_NOT_STAND, Answer.NOT_MET, Answer.CANNOT_TELL, Answer.MET)
+    return next((one for one in order if one in found), None)
+
+
+def answer_for(verdict: Verdict | None, answers: Sequence[Judged]) -> Answer | None:
+    """The answer for a run with this verdict and these limits; None without limits."""
+    if answers and verdict is not None and not verdict.stands:
+        return Answer.DOES_NOT_STAND
+    return overall(one.answer for one in answers)
 
 
 def in_brief(answers: Sequence[Judged]) -> str | None:
     """One phrase, such as ``NOT MET (time to first token, p99)``; None without limits."""
-    worst = overall(answers)
+    worst = overall(one.answer for one in answers)
     if worst is None or worst is Answer.MET:
         return worst
     return f"{worst} ({'; '.join(one.label for one in answers if one.answer is worst)})"

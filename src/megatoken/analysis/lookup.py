@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatoken.analysis.contradictions import check_rates
@@ -10,6 +11,14 @@ from megatoken.errors import UsageError
 from megatoken.runs.run import CONFIG, RESULT, Run, read_run
 
 DEEPEST = 4  # folders between a path and its runs: runs/ of a machine, of a month, and their repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A run folder that is damaged or contradicts itself, and the line that says how."""
+
+    path: Path
+    why: str
 
 
 def run_folders(path: Path) -> list[Path]:
@@ -37,11 +46,35 @@ def read_runs(path: Path) -> list[Run]:
     Raises:
         UsageError: there is none, or one is damaged or contradicts itself.
     """
+    return [read_consistent_run(folder) for folder in _some_folders(path)]
+
+
+def read_each(paths: Sequence[Path]) -> list[Run | Unreadable]:
+    """The run folders ``paths``, or all below them, once each; those that cannot be read in their places.
+
+    Raises:
+        UsageError: a path has no run folder, or none of the folders can be read.
+    """
+    folders = dict.fromkeys(folder for path in paths for folder in _some_folders(path))
+    found = [_read_or_say(folder) for folder in folders]
+    if not any(isinstance(one, Run) for one in found):
+        raise UsageError("; ".join(one.why for one in found if isinstance(one, Unreadable)))
+    return found
+
+
+def _read_or_say(folder: Path) -> Run | Unreadable:
+    try:
+        return read_consistent_run(folder)
+    except UsageError as error:
+        return Unreadable(folder, str(error))
+
+
+def _some_folders(path: Path) -> list[Path]:
     folders = run_folders(path)
     if not folders:
         what = "no run folder and none below it" if path.is_dir() else "no such folder"
         raise UsageError(f"{path}: {what}; give a run folder, such as runs/20261120T091233Z-offline-tiny, or runs/")
-    return [read_consistent_run(folder) for folder in folders]
+    return folders
 
 
 def read_consistent_run(folder: Path) -> Run:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from megatoken.analysis.aggregation import aggregate
 from megatoken.analysis.comparison import Entry
@@ -22,6 +23,35 @@ from megatoken.errors import UsageError
 from megatoken.runs.run import Run, read_run
 
 Reader = Callable[[Path], Evidence]
+
+
+LEFT_OUT = "left out, because it cannot be read: "
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
+
+
+def readable(items: Iterable[_Item], read: Callable[[_Item], _Found]) -> tuple[list[_Found], list[str]]:
+    """What ``read`` makes of the items, and of each damaged run folder the line that says why it cannot be read.
+
+    Raises UsageError: none can be read, or an item has no run folder.
+    """
+    found, damaged = [], []
+    for item in items:
+        try:
+            found.append(read(item))
+        except UsageError as error:
+            if not run_folders(Path(str(item))):  # a name that was mistyped is no damage
+                raise
+            damaged.append(str(error))
+    if not found:
+        raise UsageError("; ".join(damaged))
+    return found, damaged
+
+
+def aggregation_folders(paths: Iterable[Path]) -> list[Path]:
+    """The run folders at or below each path; a path without any stands for itself. Raises UsageError: no folder."""
+    return [folder for path in paths for folder in (_folders(path) or [path])]
 
 
 def aggregation_rows(paths: Sequence[Path], read: Reader) -> list[NodeRow]:
@@ -71,9 +101,13 @@ def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: 
 
 def _runs(path: Path) -> list[Run]:
     """The run folder ``path``, or the run folders below it."""
+    return [read_run(folder) for folder in _folders(path)]
+
+
+def _folders(path: Path) -> list[Path]:
     if not path.is_dir():
         raise UsageError(f"{path}: no such folder")
-    return [read_run(folder) for folder in run_folders(path)]
+    return run_folders(path)
 
 
 def _log_rows(path: Path, evidence: Evidence) -> list[NodeRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from megatoken.cli.flags import FLAGS, Slo, flag, key_command, place
 from megatoken.cli.output import Json, Out, deliver
+from megatoken.cli.streams import complain_of
 from megatoken.errors import ExitCode, UsageError
 
 CheckCommand = key_command(
@@ -29,16 +31,18 @@ def aggregate(
     """Combine the results of several nodes. Reports the total rate three ways, spread, stragglers and overlap."""
     from megatoken.analysis.aggregation import aggregate as aggregated
     from megatoken.audit import read_evidence
-    from megatoken.claims.references import aggregation_rows
+    from megatoken.claims.references import LEFT_OUT, aggregation_folders, aggregation_rows, readable
 
+    found, damaged = readable(aggregation_folders(paths), lambda path: aggregation_rows([path], read_evidence))
     result = aggregated(
-        aggregation_rows(paths, read_evidence),
+        [row for rows in found for row in rows],
         inputs=[str(path) for path in paths],
         straggler_threshold=straggler_threshold,
         baseline_tokens_per_second=baseline,
     )
+    result = replace(result, notes=(*(f"{LEFT_OUT}{why}" for why in damaged), *result.notes))
     deliver(result.to_document(), json_only=json_only, out=out)
-    return ExitCode.OK
+    return complain_of(damaged)
 
 
 def compare(
@@ -61,7 +65,7 @@ def compare(
     from megatoken.analysis.comparison import compare as compared
     from megatoken.analysis.sweep import compare_sweeps, read_sweep
     from megatoken.audit import read_evidence
-    from megatoken.claims.references import comparison_entry
+    from megatoken.claims.references import LEFT_OUT, comparison_entry, readable
     from megatoken.config import load_limits
     from megatoken.planning.run_price import judged_entry
 
@@ -71,13 +75,19 @@ def compare(
             raise UsageError("a sweep can be compared with sweeps only; give two folders of megatoken sweep")
         deliver(compare_sweeps(sweeps), json_only=json_only, out=out)
         return ExitCode.OK
-    entries = [
-        comparison_entry(reference, read_evidence, benchmark=benchmark, scenario=scenario) for reference in references
-    ]
     asked = load_limits(slo, {}) if slo is not None else None
-    entries = [judged_entry(entry, asked) for entry in entries]
-    deliver(compared(entries).to_document(), json_only=json_only, out=out)
-    return ExitCode.OK
+    entries, damaged = readable(
+        references,
+        lambda reference: judged_entry(
+            comparison_entry(reference, read_evidence, benchmark=benchmark, scenario=scenario), asked
+        ),
+    )
+    if damaged and len(entries) < 2:
+        raise UsageError("; ".join(damaged))
+    result = compared(entries)
+    result = replace(result, notes=(*(f"{LEFT_OUT}{why}" for why in damaged), *result.notes))
+    deliver(result.to_document(), json_only=json_only, out=out)
+    return complain_of(damaged)
 
 
 def check(
@@ -88,11 +98,13 @@ def check(
     json_only: Json = False,
 ) -> int:
     """Judge runs by your limits. Reports MET, NOT MET or CANNOT TELL for each limit."""
-    from megatoken.analysis.lookup import read_runs
+    from megatoken.analysis.lookup import Unreadable, read_each
     from megatoken.config import load_limits
     from megatoken.planning.run_price import check_runs, exit_code_of
 
     asked = load_limits(slo, ctx.meta[FLAGS])
-    document = check_runs([run for path in paths for run in read_runs(path)], asked)
+    runs = read_each(paths)
+    document = check_runs(runs, asked)
     deliver(document, json_only=json_only, out=out)
-    return exit_code_of(document["answer"])
+    damaged = [run.why for run in runs if isinstance(run, Unreadable)]
+    return complain_of(damaged) or exit_code_of(document["answer"])

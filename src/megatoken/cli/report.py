@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from megatoken.cli.flags import flag, place
-from megatoken.cli.streams import complain, standard_output
+from megatoken.cli.streams import complain, complain_of, standard_output
 from megatoken.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -52,66 +52,82 @@ def report(
     if matrix:
         if csv:
             raise UsageError("--matrix: give no --csv")
-        _show_matrix(paths, out)
-        return ExitCode.OK
+        return _show_matrix(paths, out)
     if csv:
         if out is not None:
             raise UsageError("--csv prints on standard output; give no --out")
-        _print_runs(paths)
-        return ExitCode.OK
+        return _print_runs(paths)
     if out is not None and len(paths) > 1:
         raise UsageError("--out names one page; give only one PATH")
 
+    from megatoken.analysis.lookup import run_folders
     from megatoken.analysis.repeats import read_repeats_in
     from megatoken.report import write_reports
 
     chosen = read_repeats_in(baseline) if baseline is not None else []
+    damaged: list[str] = []
     for path in paths:
-        for page in write_reports(path, out, baseline=chosen):
-            with standard_output(f"the page is {page}"):
-                print(page)
-    return _check(paths, chosen) if chosen else ExitCode.OK
+        try:
+            for page in write_reports(path, out, baseline=chosen, damaged=damaged):
+                with standard_output(f"the page is {page}"):
+                    print(page)
+        except UsageError as error:
+            if len(paths) == 1 or not run_folders(path):
+                raise
+            damaged.append(str(error))
+    if chosen:
+        return _check(paths, chosen)
+    return complain_of(damaged)
 
 
 def _check(paths: list[Path], baseline: list[Run]) -> int:
     """Print how the latest runs compare with the baseline; the exit code says whether one is worse."""
     from megatoken.analysis.history import WORSE, history
-    from megatoken.analysis.lookup import read_runs
     from megatoken.report import check_lines
 
-    runs = {run.path: run for path in paths for run in read_runs(path)}
-    found = history(list(runs.values()), "", baseline)
+    runs, damaged = _readable(paths)
+    found = history(runs, "", baseline)
     with standard_output():
         for line in check_lines(found):
             print(line)
     worse = any(check.outcome == WORSE for group in found.groups for check in group.checks)
-    return ExitCode.INVALID if worse else ExitCode.OK
+    return complain_of(damaged) or (ExitCode.INVALID if worse else ExitCode.OK)
 
 
-def _show_matrix(paths: list[Path], out: Path | None) -> None:
+def _readable(paths: list[Path]) -> tuple[list[Run], list[str]]:
+    """The runs, and a line for each folder that cannot be read while others can."""
+    from megatoken.analysis.lookup import Unreadable, read_each
+
+    found = read_each(paths)
+    damaged = [one.why for one in found if isinstance(one, Unreadable)]
+    return [one for one in found if not isinstance(one, Unreadable)], damaged
+
+
+def _show_matrix(paths: list[Path], out: Path | None) -> ExitCode:
     from megatoken.analysis.history import matrix as made
-    from megatoken.analysis.lookup import read_runs
     from megatoken.report import write_view
     from megatoken.report.console import show_table
     from megatoken.report.views.matrix import matrix_table, matrix_view
 
-    found = made(list({run.path: run for path in paths for run in read_runs(path)}.values()))
+    runs, damaged = _readable(paths)
+    found = made(runs)
     if out is not None:
         write_view(out, matrix_view(found, ", ".join(path.resolve().name for path in paths)))
     with standard_output():
         show_table(matrix_table(found))
         if out is not None:
             print(out)
+    return complain_of(damaged)
 
 
-def _print_runs(paths: list[Path]) -> None:
+def _print_runs(paths: list[Path]) -> ExitCode:
     from megatoken.analysis.history import entry_of
-    from megatoken.analysis.lookup import read_runs
     from megatoken.report import history_csv
 
-    runs = {run.path: run for path in paths for run in read_runs(path)}
+    runs, damaged = _readable(paths)
     with standard_output():
-        print(history_csv(map(entry_of, runs.values())), end="")
+        print(history_csv(map(entry_of, runs)), end="")
+    return complain_of(damaged)
 
 
 def _answer(paths: list[Path], sql: str, *, csv: bool, json_only: bool) -> None:

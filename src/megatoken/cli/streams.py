@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from megatoken.errors import ExitCode, MegatokenError
@@ -56,6 +56,11 @@ def complain(message: str, code: ExitCode) -> ExitCode:
     with suppress(OSError):  # standard error is closed or full
         print(f"megatoken: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
+
+
+def complain_of(damaged: Iterable[str]) -> ExitCode:
+    """Name on standard error each input that could not be read while others were; ``USAGE`` if there is any."""
+    return max((complain(why, ExitCode.USAGE) for why in damaged), default=ExitCode.OK)
 
 
 def flush() -> None:

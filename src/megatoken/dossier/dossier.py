@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatoken.analysis.limits import Answer, Judged, asked_limits, limit_documents, not_judged, overall
+from megatoken.analysis.limits import Answer, Judged, answer_for, asked_limits, limit_documents, not_judged
 from megatoken.audit import audit as audited
 from megatoken.dossier.figures import Cost, costs_of_audit, costs_of_run, measured_by_audit, measured_by_run
 from megatoken.errors import UsageError
 from megatoken.files import plain
 from megatoken.planning.run_price import judge_run
 from megatoken.runs.plan_hash import IDENTITY, plan_hash, plan_of_run
-from megatoken.runs.run import Run
+from megatoken.runs.run import Run, Verdict
 from megatoken.runs.seal import file_hashes_in, seal_state
 from megatoken.text import utc_now
 
@@ -102,13 +102,13 @@ def _sha256(path: Path) -> str:
 def _limits(runs: Sequence[Run], asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every run by the limits that were asked for, else by its own; without a run, no limit can be judged."""
     limits = asked_limits(asked)
-    judged: list[tuple[str, str | None, list[Judged]]] = [
+    judged: list[tuple[str, Verdict | None, list[Judged]]] = [
         (run.path.name, run.verdict, judge_run(run, asked if limits else None)) for run in runs
     ]
     if limits and not runs:
         judged = [("no run", None, not_judged(limits, "no run of your own was measured; give --run"))]
     return [
-        {"run": name, "verdict": verdict, "answer": overall(answers), "limits": limit_documents(answers)}
+        {"run": name, "verdict": verdict, "answer": answer_for(verdict, answers), "limits": limit_documents(answers)}
         for name, verdict, answers in judged
         if answers
     ]

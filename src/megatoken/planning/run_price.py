@@ -12,6 +12,7 @@ from megatoken.analysis.limits import (
     DOLLARS,
     Answer,
     Judged,
+    answer_for,
     asked_limits,
     dollars_each,
     in_brief,
@@ -19,7 +20,7 @@ from megatoken.analysis.limits import (
     limit_documents,
     overall,
 )
-from megatoken.analysis.lookup import read_runs
+from megatoken.analysis.lookup import Unreadable, read_runs
 from megatoken.analysis.machine import accelerator_name, run_accelerators
 from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import ExitCode, UsageError
@@ -94,51 +95,55 @@ def judge_run(run: Run, asked: Mapping[str, Any] | None = None) -> list[Judged]:
     return judge_limits(run, limits, hour.dollars if hour else None)
 
 
-def check_runs(runs: Sequence[Run], asked: Mapping[str, Any]) -> dict[str, Any]:
+def check_runs(runs: Sequence[Run | Unreadable], asked: Mapping[str, Any]) -> dict[str, Any]:
     """The document of ``megatoken check``: every limit of every run; without ``asked`` limits, each run's own.
+
+    A run folder that cannot be read has ``unreadable``, a line that says why, and the answer CANNOT TELL.
 
     Raises:
         UsageError: there is no limit to judge by.
     """
-    own = not asked_limits(asked)
-    judged = [(run, judge_run(run, {**run.config, **_price_of(asked)} if own else asked)) for run in runs]
-    if not any(answers for _, answers in judged):
+    rows = [_checked_run(run, asked) for run in runs]
+    if not any(row["limits"] for row in rows):
         raise UsageError(NO_LIMITS)
-    everything = [one for _, answers in judged for one in answers]
-    return new_document(
-        "check",
-        title="Limits",
-        inputs=[run.path for run in runs],
-        notes=[],
-        answer=overall(everything),
-        runs=[
-            {
-                "run": run.path.name,
-                "verdict": run.verdict,
-                "answer": overall(answers),
-                "limits": limit_documents(answers),
-            }
-            for run, answers in judged
-        ],
-    )
+    answer = overall(row["answer"] for row in rows)
+    return new_document("check", title="Limits", inputs=[run.path for run in runs], notes=[], answer=answer, runs=rows)
+
+
+def _checked_run(run: Run | Unreadable, asked: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"run": run.path.name, "verdict": None, "answer": Answer.CANNOT_TELL, "limits": []}
+    if isinstance(run, Unreadable):
+        return {**row, "unreadable": run.why}
+    own = not asked_limits(asked)
+    answers = judge_run(run, {**run.config, **_price_of(asked)} if own else asked)
+    found = {"verdict": run.verdict, "answer": answer_for(run.verdict, answers), "limits": limit_documents(answers)}
+    return {**row, **found, "reasons": run.reasons}
 
 
 def broken_limits(path: Path) -> bool:
     """Whether the runs of a command in the folder ``path`` break their own limits: any of them, or all of a sweep."""
     runs = [run for run in read_runs(path) if asked_limits(run.config)]
-    broken = [overall(judge_run(run)) is Answer.NOT_MET for run in runs]
+    broken = [overall(one.answer for one in judge_run(run)) is Answer.NOT_MET for run in runs]
     return bool(broken) and (all if all("load" in run.result for run in runs) else any)(broken)
 
 
 def exit_code_of(answer: str | None) -> ExitCode:
-    """INVALID (3) where a limit is broken, DEGRADED (4) where one cannot be judged."""
-    return {"NOT MET": ExitCode.INVALID, "CANNOT TELL": ExitCode.DEGRADED}.get(answer or "", ExitCode.OK)
+    """INVALID (3) where a run does not stand or a limit is broken, DEGRADED (4) where a limit cannot be judged."""
+    codes = {
+        Answer.DOES_NOT_STAND: ExitCode.INVALID,
+        Answer.NOT_MET: ExitCode.INVALID,
+        Answer.CANNOT_TELL: ExitCode.DEGRADED,
+    }
+    return codes[Answer(answer)] if answer in codes else ExitCode.OK
 
 
 def judged_entry(entry: Entry, asked: Mapping[str, Any] | None) -> Entry:
     """An entry of a comparison with the limits of its runs in one phrase: those ``asked``, else their own."""
-    folders = [Path(path) for path in entry.paths if (Path(path) / RESULT).is_file()]
-    return replace(entry, limits=in_brief([one for folder in folders for one in judge_run(read_run(folder), asked)]))
+    runs = [read_run(Path(path)) for path in entry.paths if (Path(path) / RESULT).is_file()]
+    brief = in_brief([one for run in runs for one in judge_run(run, asked)])
+    if brief is not None and any(not run.verdict.stands for run in runs):
+        brief = f"{Answer.DOES_NOT_STAND}; its limits alone: {brief}"
+    return replace(entry, limits=brief)
 
 
 def _price_of(asked: Mapping[str, Any]) -> dict[str, Any]:

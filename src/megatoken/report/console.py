@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from megatoken.analysis.limits import overall
+from megatoken.analysis.limits import answer_for
 from megatoken.planning.run_price import judge_run, request_price
 from megatoken.report.blocks import (
     Badge,
@@ -117,8 +117,8 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
     yield from (Text(note, style="dim") for note in notes)
     yield Text.assemble((run.verdict, TONES[verdict_badge(run.verdict).tone]), f": {meaning(run)}")
     if answers := judge_run(run):
-        worst = str(overall(answers))
-        yield Text.assemble((worst, TONES[answer_badge(worst).tone]), ": your limits")
+        badge = answer_badge(str(answer_for(run.verdict, answers)))
+        yield Text.assemble((badge.word, TONES[badge.tone]), ": your limits")
         for one in answers:
             yield Text.assemble("  ", (one.answer, "bold"), f" {one.label}: {one.why}")
     if answer := search_answer(run.result):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatoken.analysis.history import history
-from megatoken.analysis.lookup import read_consistent_run, run_folders
+from megatoken.analysis.lookup import read_consistent_run, read_each, run_folders
 from megatoken.analysis.repeats import REPEATS, are_repeats, missing_notes, read_repeats, summarise_repeats
 from megatoken.analysis.sweep import SWEEP, are_points, summarise_sweep
 from megatoken.errors import UsageError
 from megatoken.files import plain, storage_error, to_json, write_text
 from megatoken.mlperf.endpoints import judged_sweep
-from megatoken.report.blocks import View
+from megatoken.report.blocks import Points, View
 from megatoken.report.documents import Document, checked, document_in, read_document
 from megatoken.report.page import page
 from megatoken.report.views import document_view, run_view
@@ -41,7 +42,12 @@ def write_report(path: Path, out: Path | None = None) -> Path:
 
 
 def write_reports(
-    path: Path, out: Path | None = None, *, baseline: Sequence[Run] = (), movable: bool = True
+    path: Path,
+    out: Path | None = None,
+    *,
+    baseline: Sequence[Run] = (),
+    movable: bool = True,
+    damaged: list[str] | None = None,
 ) -> Iterator[Path]:
     """Rebuild the pages on ``path`` and yield the path of each.
 
@@ -49,13 +55,14 @@ def write_reports(
     under its name. Of a folder with run folders below it: the page of each, and in each folder that ``--repeat`` made
     one on them together, ``repeats.html``; of several runs without such a page on all of them, ``index.html`` in
     ``path``, checked against ``baseline`` if one is given. ``out`` names another file for the page on all of ``path``
-    and leaves the other pages alone; ``movable``: the command has a flag ``--out``.
+    and leaves the other pages alone; ``movable``: the command has a flag ``--out``. ``damaged`` gets a line for each
+    run folder that cannot be read while others can; without it that is an error.
 
     Raises:
         UsageError: ``path`` cannot be read, or another file has the name of the page.
         StorageError: a page cannot be written.
     """
-    subjects = list(_subjects(path))
+    subjects = list(_subjects(path, damaged))
     runs = [subject for subject, _ in subjects if isinstance(subject, Run)]
     together = {place.parent for subject, place in subjects if isinstance(subject, Document)}
     indexed = len(runs) > 1 and {run.path.parent for run in runs} != together
@@ -67,7 +74,11 @@ def write_reports(
     if indexed:
         place = out or path / INDEX
         name = path.resolve().name or str(path)
-        yield write_view(place, history_view(history(runs, name, baseline), place.parent), movable=movable)
+        made = history_view(history(runs, name, baseline), place.parent)
+        if damaged:
+            left_out = Points("Left out, because they cannot be read:", tuple(("", why) for why in damaged))
+            made = replace(made, summary=(*made.summary, left_out))
+        yield write_view(place, made, movable=movable)
 
 
 def write_view(place: Path, view: View, *, movable: bool = True) -> Path:
@@ -122,8 +133,8 @@ def check_place(saved: Path, kind: str) -> None:
     _check_replaceable(saved.with_suffix(".html"))
 
 
-def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
-    """The runs and documents on ``path``, each with the path of its page."""
+def _subjects(path: Path, damaged: list[str] | None = None) -> Iterator[tuple[Run | Document, Path]]:
+    """The runs and documents on ``path``, each with the path of its page; ``damaged`` as of ``write_reports``."""
     folders = run_folders(path)
     if folders == [path]:
         yield read_consistent_run(path), path / REPORT
@@ -133,8 +144,13 @@ def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
         yield read_document(file), file.with_suffix(".html")
         return
     below: dict[Path, list[Run]] = {}
-    for folder in folders:
-        below.setdefault(folder.parent, []).append(read_consistent_run(folder))
+    for one in read_each([path]):
+        if isinstance(one, Run):
+            below.setdefault(one.path.parent, []).append(one)
+        elif damaged is None:
+            raise UsageError(one.why)
+        else:
+            damaged.append(one.why)
     for parent, runs in below.items():
         yield from ((run, run.path / REPORT) for run in runs)
         if are_points(runs):

@@ -42,6 +42,11 @@ class Verdict(StrEnum):
     INTERRUPTED = "INTERRUPTED"
 
     @property
+    def stands(self) -> bool:
+        """Whether the run's numbers may be relied on: those of an INVALID or INTERRUPTED run prove nothing."""
+        return self not in (Verdict.INVALID, Verdict.INTERRUPTED)
+
+    @property
     def exit_code(self) -> ExitCode:
         """Exit code of the process for this verdict."""
         return {

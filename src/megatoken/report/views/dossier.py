@@ -12,7 +12,7 @@ from megatoken.report.documents import Document
 from megatoken.report.metrics import NOT_VERIFIED, TRADEMARK, verdict_badge
 from megatoken.report.views.audit import ANSWERS, claimed, claims_table, findings_table, right_value
 from megatoken.report.views.common import facts_table, state_cell, view
-from megatoken.report.views.limits import answer_badge, limits_table
+from megatoken.report.views.limits import answer_badge, fallen_runs, limits_table
 from megatoken.runs.run import Verdict
 from megatoken.text import ABSENT, count_of, number, precise, significant
 
@@ -148,6 +148,9 @@ def _met(limits: Sequence[Document]) -> tuple[Cell, Cell]:
     answers = {one.text("answer") for _, one in every}
     worst = next(one for one in (Answer.NOT_MET, Answer.CANNOT_TELL, Answer.MET) if one in answers)
     words: list[Part] = []
+    if fallen := fallen_runs(limits):
+        worst = Answer.DOES_NOT_STAND
+        words.append(Words(fallen))
     for answer in (Answer.NOT_MET, Answer.CANNOT_TELL):
         if named := [_limit(one) for _, one in every if one.text("answer") == answer]:
             words.append(Words(f"{answer}: {_some(named, 3)}."))

@@ -6,12 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatoken.analysis.limits import Answer
-from megatoken.report.blocks import Badge, Block, Cell, Column, Table, Verdict, View, Words, section
+from megatoken.report.blocks import Badge, Block, Cell, Column, Points, Table, Verdict, View, Words, section
 from megatoken.report.documents import Document
 from megatoken.report.views.common import view
 from megatoken.text import precise
 
-TONES: dict[str, str] = {Answer.MET: "good", Answer.NOT_MET: "bad", Answer.CANNOT_TELL: "warn"}
+TONES: dict[str, str] = {
+    Answer.DOES_NOT_STAND: "bad",
+    Answer.MET: "good",
+    Answer.NOT_MET: "bad",
+    Answer.CANNOT_TELL: "warn",
+}
 MEANING: dict[str, str] = {
     Answer.MET: "every limit is met",
     Answer.NOT_MET: "a limit is broken",
@@ -45,15 +50,30 @@ def limits_table(limits: Sequence[Document | Mapping[str, Any]], caption: str = 
 def check_view(document: Document) -> View:
     """The report on ``megatoken check``."""
     runs, answer = document.parts("runs"), document.text("answer")
-    summary: tuple[Block, ...] = (Verdict((answer_badge(answer),), MEANING.get(answer, "")),)
-    sections = (section("Limits", *_tables(runs)),)
+    fallen = fallen_runs(runs)
+    summary: tuple[Block, ...] = (Verdict((answer_badge(answer),), fallen or MEANING.get(answer, "")),)
+    sections = (section("Limits", *_blocks(runs)),)
     return view(document, "limits", summary, sections, KNOWN)
 
 
-def _tables(runs: Sequence[Document]) -> Iterator[Table]:
+def fallen_runs(runs: Sequence[Document]) -> str:
+    """A sentence that names the runs whose numbers prove nothing; empty where all stand."""
+    fallen = [run for run in runs if run.text("answer") == Answer.DOES_NOT_STAND]
+    if not fallen:
+        return ""
+    names = "; ".join(f"{run.text('run')} is {run.text('verdict')}" for run in fallen)
+    return f"{names}: its numbers prove nothing, whatever the limits say" if len(fallen) == 1 else names
+
+
+def _blocks(runs: Sequence[Document]) -> Iterator[Block]:
     for run in runs:
-        caption = f"{run.text('run')} ({run.text('verdict')})"
-        yield limits_table(run.parts("limits"), caption)
+        if "unreadable" in run:
+            yield Points("", (("CANNOT BE READ", run.text("unreadable")),))
+            continue
+        name = f"{run.text('run')} ({run.text('verdict')})"
+        if run.text("answer") == Answer.DOES_NOT_STAND and run.parts("reasons"):
+            yield Points(f"{name}:", tuple((one.text("code"), one.text("message")) for one in run.parts("reasons")))
+        yield limits_table(run.parts("limits"), name)
 
 
 def _shown(value: float, unit: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.analysis.limits import limit_documents, overall
+from megatoken.analysis.limits import answer_for, limit_documents
 from megatoken.analysis.statistics import (
     PERCENTILE_METHOD,
     SHORTEST_STEADY_LIVES,
@@ -141,7 +141,7 @@ def _summary(run: Run) -> Iterator[Block]:
         yield Points("", (("", verdict),))
     yield from _at_a_glance(run)
     if answers := judge_run(run):
-        yield VerdictBlock((answer_badge(str(overall(answers))),), "by your limits")
+        yield VerdictBlock((answer_badge(str(answer_for(run.verdict, answers))),), "by your limits")
         yield limits_table(limit_documents(answers))
     if run.reasons:
         yield _points("", run.reasons)
