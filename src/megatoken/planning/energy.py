@@ -11,7 +11,7 @@ from megatoken.analysis.energy import RunEnergy, energy_together, run_energy
 from megatoken.analysis.published import accelerator_facts, accelerator_table
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, read_shipped
-from megatoken.planning.figures import STATES, Input, Plan, Result, State, Table, weakest
+from megatoken.planning.figures import STATES_TO_GIVE, Input, Plan, Result, State, Table, weakest
 from megatoken.planning.pricing import Prices, price
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile
@@ -45,7 +45,7 @@ class Power:
 def power_given(watts: float, boundary: str, state: str) -> Power:
     """Power given by the user. Raises UsageError for a number out of range, an unknown boundary or state."""
     check_positive("--watts", watts)
-    boundary, state = choose("--boundary", boundary, BOUNDARIES), choose("--watts-state", state, STATES)
+    boundary, state = choose("--boundary", boundary, BOUNDARIES), choose("--watts-state", state, STATES_TO_GIVE)
     return Power(watts, boundary, state, "given on the command line")
 
 

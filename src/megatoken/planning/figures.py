@@ -11,8 +11,19 @@ from megatoken.text import utc_now
 
 SCHEMA_VERSION = 1
 
-State = Literal["assumed", "nameplate", "estimate", "unverified", "given", "measured", "verified"]
+State = Literal[
+    "interrupted run",
+    "invalid run",
+    "assumed",
+    "nameplate",
+    "estimate",
+    "unverified",
+    "given",
+    "measured",
+    "verified",
+]
 STATES: tuple[State, ...] = get_args(State)  # weakest first
+STATES_TO_GIVE: tuple[State, ...] = STATES[2:]  # of a number that has no run
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,12 @@ class Plan:
         optional = {name: value for name in ("waterfall", "headline") if (value := parts.pop(name))}
         head = {"kind": self.kind, "schema_version": SCHEMA_VERSION, "created_at": utc_now()}
         return {**head, **parts, **optional}
+
+
+def state_of_runs(verdicts: Iterable[str], otherwise: State) -> State:
+    """The state of a number of these runs: ``otherwise``, unless one of them is INTERRUPTED or INVALID."""
+    unsound: dict[str, State] = {"INTERRUPTED": "interrupted run", "INVALID": "invalid run"}
+    return weakest((otherwise, *(unsound[verdict] for verdict in verdicts if verdict in unsound)))
 
 
 def weakest(states: Iterable[State]) -> State:

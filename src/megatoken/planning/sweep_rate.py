@@ -15,7 +15,7 @@ from megatoken.analysis.sweep import SWEEP, by_load
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
 from megatoken.planning.assumptions import Assumptions
-from megatoken.planning.figures import Input, Plan, Result, State, Table
+from megatoken.planning.figures import Input, Plan, Result, State, Table, state_of_runs
 from megatoken.planning.service_level import Verdict
 from megatoken.planning.throughput import DEFAULT_MIX, LENGTH, LIMITS, MIX, RATE_UNIT, Throughput
 from megatoken.text import count_of, precise
@@ -126,7 +126,8 @@ def from_sweep(
     used = point["accelerators"] or accelerators
     if accelerators not in (None, used):
         raise UsageError(f"{path}: expected {accelerators} accelerators, the sweep used {used}")
-    state: State = "estimate" if document.get("simulated_gpu") else "measured"
+    verdicts = [str(one.get("verdict")) for one in chosen.load.points]
+    state: State = state_of_runs(verdicts, "estimate" if document.get("simulated_gpu") else "measured")
     source = f"{path}, {precise(chosen.load.value)} {chosen.unit}"
     tokens_in, tokens_out = (_mean(chosen.load.points, f"{name}_tokens_per_request") for name in ("input", "output"))
     known = tokens_in is not None and tokens_out is not None

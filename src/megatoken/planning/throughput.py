@@ -10,7 +10,7 @@ from megatoken.analysis.machine import accelerator_name, contentions, rate_state
 from megatoken.engine.config import SHAPES
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
-from megatoken.planning.figures import STATES, Input, State
+from megatoken.planning.figures import STATES_TO_GIVE, Input, State, state_of_runs
 from megatoken.planning.schedule import PRECISIONS, Lengths, Replica, find_replica, offline_rate
 from megatoken.planning.service_level import ServiceLevel, Verdict, how_well_kept, judge_run
 from megatoken.text import count_of, exact, precise
@@ -122,7 +122,7 @@ def from_number(
     check_positive("--tokens-per-second", tokens_per_second)
     checked_scope: Scope = choose("--per", scope, get_args(Scope))
     checked_counted: Counted = choose("--counted", counted, get_args(Counted))
-    checked_state: State = choose("--state", state, STATES)
+    checked_state: State = choose("--state", state, STATES_TO_GIVE)
     if scenario is not None:
         choose("--scenario", scenario, SCENARIOS)
     if accelerators is not None and not 1 <= accelerators <= MOST_ACCELERATORS:
@@ -221,7 +221,9 @@ def from_runs(
         sum(run.result[name] for run in whole) for name in ("input_tokens", "output_tokens", "samples_completed")
     )
     source = f"{first.path} ({first.verdict})" if len(runs) == 1 else _mean_of(whole)
-    mix, state = tokens_in / tokens_out, rate_state(first)
+    verdicts = [run.verdict for run in whole]
+    mix, state = tokens_in / tokens_out, state_of_runs(verdicts, rate_state(first))
+    mix_state = state_of_runs(verdicts, "measured")
     level = ServiceLevel(*(assumptions[name] for name in LIMITS))
     throughput = Throughput(
         output_tokens_per_second=rates["geometric_mean"],
@@ -233,11 +235,11 @@ def from_runs(
         scenario=first.result.get("scenario"),
         inputs=(
             Input("rate", rates["geometric_mean"], RATE_UNIT, state, source, rates["low"], rates["high"]),
-            Input(MIX, mix, "input tokens / output token", "measured", source),
+            Input(MIX, mix, "input tokens / output token", mix_state, source),
         ),
         state=state,
         source=source,
-        mix_state="measured",
+        mix_state=mix_state,
         service=min((judge_run(run, level) for run in whole), key=how_well_kept),
         notes=tuple(_run_notes(runs, whole, rates)),
     )

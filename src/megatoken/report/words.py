@@ -9,7 +9,8 @@ from typing import Any
 from megatoken.text import ABSENT, is_number, number, precise, significant
 
 LONGEST_TEXT = 2000
-WEAK = ("assumed", "nameplate", "estimate")  # states whose numbers have three significant digits
+# States whose numbers have three significant digits.
+WEAK = ("assumed", "nameplate", "estimate", "interrupted run", "invalid run")
 ACRONYMS = {
     **{word: word.upper() for word in ("cpu", "cv", "fp4", "fp8", "gpu", "hbm", "id", "json", "kv", "nic", "pue")},
     **{word: word.upper() for word in ("pp", "qps", "slo", "sut", "tdp", "tp", "tpot", "ttft", "url", "vm")},
