@@ -23,13 +23,13 @@ from megatoken.planning.figures import Input, Plan, Result, Sensitivity, Table, 
 from megatoken.planning.fleet import SupplyClass, size
 from megatoken.planning.fleet_plan import Supply
 from megatoken.planning.pricing import derating, interactions_of_users, price
-from megatoken.planning.throughput import check_positive
+from megatoken.planning.throughput import Throughput, check_positive
 from megatoken.planning.workloads import Profile
 from megatoken.text import count_of, precise, significant
 
 SEATS = "active_seat_share"
 SECONDS_PER_MONTH = HOURS_PER_MONTH * 3600
-HEADLINE, NEED = "Cost per month", "Accelerators needed"
+HEADLINE, NEED, USED = "Cost per month", "Accelerators needed", "Mean utilisation"
 TOP = 3
 
 # Name of each result: unit, formula, whether it is a whole number.
@@ -40,10 +40,10 @@ RESULTS = {
     NEED: ("accelerators", "peak demand / planning rate of an accelerator; without spares and rounding", False),
     HEADLINE: ("$/month", "accelerators x price of an accelerator hour x 730 h + egress + storage", False),
     "Cost per million output tokens": ("$", "cost per month / output tokens per month", False),
+    USED: ("share", "interactions per month / what the fleet serves in a month", False),
     "Energy per month": ("MWh", "wall power at the mean utilisation x PUE x 730 h", False),
     "Energy per million output tokens": ("kWh", "energy per month / output tokens per month", False),
     "Peak demand": ("interactions/s", "seats x active share / pause of a user", False),
-    "Mean utilisation": ("share", "interactions per month / what the fleet serves in a month", False),
 }
 
 
@@ -77,7 +77,7 @@ def plan_buy(order: Order, assumptions: Assumptions) -> Plan:
     Raises:
         UsageError: the demand, the rate, the power or the price is unknown or out of range.
     """
-    check_positive("--seats", order.seats)
+    check_positive("--seats", order.seats, "5000")
     expected = answer(order, assumptions)
     ends, notes = _ends(order, assumptions, expected)
     served, state = expected.served, weakest((expected.served.state, *assumptions.states([SEATS])))
@@ -108,15 +108,12 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     """The results of ``order`` under these assumptions. Raises UsageError as ``plan_buy``."""
     supply, profile = order.supply(assumptions), order.profile
     throughput, system = supply.throughput, supply.system
-    if throughput.accelerators is None or supply.accelerators_per_node is None or system is None:
-        missing = (
-            "--accelerators, how many make that rate" if throughput.accelerator else "--accelerator, such as GB300"
-        )
-        raise UsageError(f"the hardware is unknown; pass {missing}")
+    per_node = supply.accelerators_per_node or (throughput.accelerators if throughput.scope == "node" else None)
+    if throughput.accelerators is None or per_node is None or system is None:
+        raise UsageError(_unknown_hardware(throughput, per_node))
     priced = price(throughput, assumptions)
     derated = derating(throughput, assumptions, order.factors)
     served = Served(profile, throughput, priced, derated, assumptions)
-    per_node = supply.accelerators_per_node
     share = per_node / throughput.accelerators
     demand = interactions_of_users(order.seats * assumptions[SEATS], profile.pause_seconds)
     nodes = SupplyClass("base", served.planning * share, per_node, None, supply.nodes_per_rack, supply.whole_racks)
@@ -128,7 +125,7 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     used = assumptions.but(UTILISATION, max(utilisation, assumptions.entries[UTILISATION].minimum or 0.0))
     hour = accelerator_hour(system, used)
     if hour is None:
-        raise UsageError("power unknown; pass --accelerator, such as GB300, or --rent")
+        raise UsageError(_unknown_hardware(throughput, per_node))
     dollars, _, inputs = hour
     stored = {"read_tokens": profile.read_tokens(0.0), "written_tokens": profile.written_tokens}
     growing = monthly * interaction_dollars(
@@ -146,7 +143,7 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
         "Energy per month": None if energy is None else energy / 1e3,
         "Energy per million output tokens": energy / millions if energy and millions else None,
         "Peak demand": demand,
-        "Mean utilisation": utilisation,
+        USED: utilisation,
     }
     shown = [one for one in inputs if one.name != UTILISATION]
     every = (
@@ -158,6 +155,18 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
         *shown,
     )
     return Answer(values, served, tuple(dict.fromkeys(every)), (*throughput.notes, *price_notes(system, assumptions)))
+
+
+def _unknown_hardware(throughput: Throughput, per_node: int | None) -> str:
+    """All that an order lacks, in one line."""
+    missing = []
+    if throughput.accelerator is None:
+        missing.append("--accelerator, such as GB300, or for any other machine --rent, dollars an hour for each")
+    if throughput.accelerators is None:
+        missing.append("--accelerators, how many make that rate (1 for a machine without any)")
+    elif per_node is None:
+        missing.append("--accelerators-per-node")
+    return f"the hardware is unknown; pass {', and '.join(missing)}; for example: --accelerators 1 --rent 0.2"
 
 
 def _site_kwh(system: System, assumptions: Assumptions, systems: float) -> float | None:
@@ -246,13 +255,15 @@ def _title(order: Order, results: Sequence[Result], served: Served) -> str:
         one = by_name[name]
         return f"{significant(one.value)} ({significant(one.low)} to {significant(one.high)})"
 
-    accelerator = served.throughput.accelerator or "accelerator"
+    name = served.throughput.accelerator
     racks = by_name.get("Racks")
     nodes, accelerators = by_name["Nodes"].value or 0, by_name["Accelerators"].value or 0
-    size_text = f"{count_of(round(nodes), 'node')}, {round(accelerators):,} x {accelerator}"
+    parts = f"{round(accelerators):,} x {name}" if name else count_of(round(accelerators), "accelerator")
+    size_text = f"{count_of(round(nodes), 'node')}, {parts}"
     if racks is not None:
         size_text = f"{count_of(round(racks.value or 0), 'rack')} ({size_text})"
     return (
         f"{order.seats:,} seats of {order.profile.name}: {size_text}, {shown(NEED)} accelerators"
-        f" needed; {shown(HEADLINE)} dollars a month"
+        f" needed; {shown(HEADLINE)} dollars a month at a mean utilisation of"
+        f" {significant(100 * (by_name[USED].value or 0.0))} %"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, load_assumptions
 from megatoken.planning.buy import Order, plan_buy
 from megatoken.planning.capacity import plan_capacity
-from megatoken.planning.cost import System, plan_cost
+from megatoken.planning.cost import PRICE, System, plan_cost
 from megatoken.planning.energy import Power, energy_of, plan_energy, power_given, power_of
 from megatoken.planning.figures import Input, Plan
 from megatoken.planning.flags import Common, FleetFlags, PowerFlags, Rate
@@ -115,7 +116,7 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
         profile = _profile(common, f"--unit {flags.unit}")
     burst, count = None, flags.burst_accelerators_per_node
     if flags.burst_tokens_per_second is not None:
-        check_positive("--burst-tokens-per-second", flags.burst_tokens_per_second)
+        check_positive("--burst-tokens-per-second", flags.burst_tokens_per_second, "12000")
         second = Rate(tokens_per_second=flags.burst_tokens_per_second, per="node", accelerators=count)
         burst = Supply(_throughput(second, assumptions)[0], count)
     plan = plan_fleet(
@@ -210,6 +211,11 @@ def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
     throughput, runs = _throughput(rate, assumptions)
     measured = energy_of(runs) if runs and flags.watts is None else None
     power = _power(throughput, runs, flags)
+    if power is None:
+        raise UsageError(
+            "power unknown; pass --watts, or --accelerators and --accelerator to use their TDP; for example:"
+            f" {_example('energy', rate, '--watts 100')}"
+        )
     return plan_energy(throughput, power, assumptions, profiles=_profiles(common), energy=measured)
 
 
@@ -221,9 +227,43 @@ def cost(rate: Rate, common: Common, flags: PowerFlags, rent: float | None = Non
     throughput, runs = _throughput(rate, assumptions)
     assumptions = assumptions.priced_for(throughput.accelerator)
     power = None if rent is not None else _power(throughput, runs, flags)
+    _check_priced(rate, throughput, power, rent)
     second = _second(common.second_run, runs, assumptions)
     plan = plan_cost(System(throughput, power, rent, _factors(common)), _profiles(common), assumptions, second=second)
     return _on_curve(plan, rate, assumptions)
+
+
+def _check_priced(rate: Rate, throughput: Throughput, power: Power | None, rent: float | None) -> None:
+    """Names at once all that a cost lacks, with commands that have it. Raises UsageError."""
+    missing = []
+    if throughput.accelerators is None:
+        missing.append("the number of accelerators (--accelerators; 1 for a machine without any)")
+    if power is None and rent is None:
+        missing.append(
+            "what the machine costs (--rent, dollars an hour for each; or its power, --watts, and its price)"
+        )
+    if not missing:
+        return
+    count = f"--accelerators {throughput.accelerators or 1}"
+    examples = []
+    if power is None:
+        examples.append(_example("cost", rate, f"{count} --rent {rent or 0.2:g}"))
+    if rent is None:
+        watts = power.watts if power is not None else 100.0
+        examples.append(_example("cost", rate, f"{count} --watts {watts:g} --set {PRICE}=2000"))
+    be = "are" if len(missing) > 1 else "is"
+    raise UsageError(f"{' and '.join(missing)} {be} unknown; for example: {'; or: '.join(examples)}")
+
+
+def _example(kind: str, rate: Rate, flags: str) -> str:
+    """A command of the same rate with other flags."""
+    if rate.sweep is not None:
+        of = f"--sweep {shlex.quote(str(rate.sweep))}"
+    elif rate.run is not None:
+        of = shlex.quote(str(rate.run))
+    else:
+        of = f"--tokens-per-second {rate.tokens_per_second:g} --per {rate.per}"
+    return f"megatoken plan {kind} {of} {flags}"
 
 
 def _on_curve(plan: Plan, rate: Rate, assumptions: Assumptions) -> Plan:
@@ -324,7 +364,7 @@ def _second(path: Path | None, first: Sequence[Run], assumptions: Assumptions) -
     return throughput
 
 
-def _power(throughput: Throughput, runs: Sequence[Run], flags: PowerFlags) -> Power:
+def _power(throughput: Throughput, runs: Sequence[Run], flags: PowerFlags) -> Power | None:
     if flags.watts is not None:
         return power_given(flags.watts, flags.boundary or "wall", flags.watts_state or "given")
     for flag, value in (("--boundary", flags.boundary), ("--watts-state", flags.watts_state)):

@@ -250,7 +250,7 @@ def cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
     if throughput.accelerators is None:
         raise UsageError("number of accelerators unknown; pass --accelerators (1 for a machine without any)")
     if rent is not None:
-        check_positive("--rent", rent)
+        check_positive("--rent", rent, "2.5")
     wall = _wall(system, assumptions)
     if wall is None and not system.rented:
         raise UsageError("power unknown; pass --watts, or --accelerators and --accelerator, or --rent")

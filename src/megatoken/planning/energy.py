@@ -44,22 +44,21 @@ class Power:
 
 def power_given(watts: float, boundary: str, state: str) -> Power:
     """Power given by the user. Raises UsageError for a number out of range, an unknown boundary or state."""
-    check_positive("--watts", watts)
+    check_positive("--watts", watts, "700")
     boundary, state = choose("--boundary", boundary, BOUNDARIES), choose("--watts-state", state, STATES_TO_GIVE)
     return Power(watts, boundary, state, "given on the command line")
 
 
-def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power:
+def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power | None:
     """Power of a throughput: as its run recorded it, else the TDP of its accelerators.
 
-    Raises:
-        UsageError: no measurement, and the accelerators or their number are unknown.
+    None without a measurement, if the accelerators or their number are not known. Raises UsageError: their TDP is not.
     """
     if energy is not None and energy.mean_watts is not None:
         return Power(energy.mean_watts, "accelerators", "measured", energy.why)
     count, name = throughput.accelerators, throughput.accelerator
     if count is None or name is None:
-        raise UsageError("power unknown; pass --watts, or --accelerators and --accelerator to use their TDP")
+        return None
     facts = accelerator_facts(name)
     if facts is None or facts.tdp_watts is None:
         raise UsageError(f"TDP of '{name}' unknown; pass --watts, or one of {', '.join(accelerator_table())}")

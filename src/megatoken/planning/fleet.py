@@ -12,6 +12,7 @@ import numpy as np
 
 from megatoken.analysis.series import Floats
 from megatoken.errors import UsageError
+from megatoken.planning.throughput import check_count
 from megatoken.text import precise
 
 ROUNDING = 1e-9  # a demand that exceeds the capacity by rounding only needs no further node
@@ -61,8 +62,8 @@ def nodes_for(demand: float, rate_per_node: float) -> int:
     exact = demand / rate_per_node
     if exact > MOST_NODES:
         raise UsageError(
-            f"a demand of {precise(demand)} needs {precise(exact)} nodes of {precise(rate_per_node)} each; check the"
-            " units of --demand and of the rate"
+            f"a demand of {precise(demand)} needs {precise(exact)} nodes of {precise(rate_per_node)} each, at most"
+            f" {MOST_NODES:,} can be planned; check the units and the size of the demand and of the rate"
         )
     return math.ceil(exact * (1 - ROUNDING))
 
@@ -75,8 +76,7 @@ def size(demand: float, supply: SupplyClass, *, spare_domains: int = 0, domain: 
     Raises:
         UsageError: a number of spares out of range, an unknown domain, or racks of unknown size.
     """
-    if not 0 <= spare_domains <= MOST_NODES:
-        raise UsageError(f"--spare: expected 0 to {MOST_NODES:,}, got {spare_domains}")
+    check_count("--spare", spare_domains, 0, MOST_NODES)
     if domain not in DOMAINS:
         raise UsageError(f"--fault-domain: expected node or rack, got '{domain}'")
     serving = nodes_for(demand, supply.rate_per_node)

@@ -17,7 +17,7 @@ from megatoken.planning.cost import UNPRICED, System, accelerator_hour
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
 from megatoken.planning.fleet import MOST_NODES, Size, SupplyClass, fit, nodes_for, parse_curve, policies, size
 from megatoken.planning.pricing import CEILING, SCHEDULED, derating, interactions_of_users, price
-from megatoken.planning.throughput import Throughput, check_positive, choose
+from megatoken.planning.throughput import Throughput, check_count, check_positive, choose
 from megatoken.planning.workloads import Profile
 from megatoken.text import count_of, precise, significant, suggestion
 from megatoken.yaml_files import LARGEST_FILE_BYTES, Strict
@@ -93,7 +93,7 @@ def load_demand(unit: str, level: float | None = None, curve: str | None = None)
     """
     choose("--unit", unit, tuple(UNITS))
     if level is not None:
-        check_positive("--demand", level)
+        check_positive("--demand", level, "100")
     if curve is None:
         if level is None:
             raise UsageError("no demand: pass --demand, --curve or --replace-nodes")
@@ -139,7 +139,7 @@ def plan_fleet(
     counts = {max(1, sized.serving_nodes - 2), max(1, sized.serving_nodes - 1), sized.serving_nodes, sized.nodes}
     sizes = tuple(fit(levels, base, nodes) for nodes in sorted(counts))
     tables = [Table("sizes", "Fleet sizes: too small, sufficient, with spares", sizes, SIZES_NOTE)]
-    results = _results(most, work_unit, base, sized, domain, state, assumptions[CEILING])
+    results = _results(most, work_unit, base, sized, spare_domains, domain, state, assumptions[CEILING])
     if burst is not None:
         second, second_state, more = _class("burst", burst, priced_by, assumptions, factors)
         inputs += more
@@ -178,9 +178,8 @@ def plan_replacement(
     Raises:
         UsageError: a number is out of range.
     """
-    check_positive("--replace-rate", output_tokens_per_second_before)
-    if nodes_before < 1:
-        raise UsageError(f"--replace-nodes: expected 1 or more, got {nodes_before}")
+    check_positive("--replace-rate", output_tokens_per_second_before, "12000")
+    check_count("--replace-nodes", nodes_before, 1, MOST_NODES)
     old, new = output_tokens_per_second_before, supply.throughput.output_tokens_per_second * _node_share(supply)
     nodes = nodes_for(nodes_before * old, new)
     both = weakest((state, supply.throughput.state))
@@ -236,8 +235,8 @@ def _node_share(supply: Supply) -> float:
     """The share of the throughput that one node produces."""
     throughput, per_node = supply.throughput, supply.accelerators_per_node
     for flag, count in (("--accelerators-per-node", per_node), ("--nodes-per-rack", supply.nodes_per_rack)):
-        if count is not None and not 1 <= count <= MOST_NODES:
-            raise UsageError(f"{flag}: expected 1 to {MOST_NODES:,}, got {count}")
+        if count is not None:
+            check_count(flag, count, 1, MOST_NODES)
     known = throughput.accelerators
     if (
         per_node is not None
@@ -299,15 +298,25 @@ def _price(name: str, supply: Supply, assumptions: Assumptions) -> tuple[float |
 
 
 def _results(
-    peak: float, unit: str, base: SupplyClass, sized: Size, domain: str, state: State, ceiling: float
+    peak: float,
+    unit: str,
+    base: SupplyClass,
+    sized: Size,
+    spare_domains: int,
+    domain: str,
+    state: State,
+    ceiling: float,
 ) -> list[Result]:
     per_node = f"{significant(base.rate_per_node)} {unit} per node"
     spares = f"for {domain}s that may fail without loss (--spare){', and to whole racks' if base.whole_racks else ''}"
+    extra = "Spare nodes"
+    if base.whole_racks and not spare_domains:
+        extra, spares = "Nodes that fill the rack", "to whole racks; none is spare (--spare 0)"
     results = [
         Result("Nodes", sized.nodes, "nodes", "serving nodes + spare nodes", state),
         Result("Serving nodes", sized.serving_nodes, "nodes", f"ceiling(peak demand / {per_node})", state),
         Result("Before rounding up", sized.exact_nodes, "nodes", f"peak demand / {per_node}", state),
-        Result("Spare nodes", sized.spare_nodes, "nodes", spares, state),
+        Result(extra, sized.spare_nodes, "nodes", spares, state),
         Result("Accelerators", sized.accelerators, "accelerators", "nodes x accelerators per node", state),
     ]
     if sized.racks is not None:

@@ -119,14 +119,14 @@ def from_number(
     Raises:
         UsageError: a number is out of range, or a scope, unit, state, model or precision is unknown.
     """
-    check_positive("--tokens-per-second", tokens_per_second)
+    check_positive("--tokens-per-second", tokens_per_second, "12000")
     checked_scope: Scope = choose("--per", scope, get_args(Scope))
     checked_counted: Counted = choose("--counted", counted, get_args(Counted))
     checked_state: State = choose("--state", state, STATES_TO_GIVE)
     if scenario is not None:
         choose("--scenario", scenario, SCENARIOS)
-    if accelerators is not None and not 1 <= accelerators <= MOST_ACCELERATORS:
-        raise UsageError(f"accelerators: expected 1 to {MOST_ACCELERATORS:,}, got {accelerators}")
+    if accelerators is not None:
+        check_count("--accelerators", accelerators, 1, MOST_ACCELERATORS)
     if checked_scope == "accelerator":
         if accelerators not in (None, 1):
             raise UsageError(
@@ -139,7 +139,10 @@ def from_number(
     else:
         mix = input_tokens_per_output_token
         if not 0 <= mix <= MOST_INPUT:
-            raise UsageError(f"input tokens per output token: expected 0 to {MOST_INPUT:,}, got {exact(mix)}")
+            raise UsageError(
+                f"input tokens per output token: expected 0 to {MOST_INPUT:,}, such as --input-per-output 3.5,"
+                f" got {exact(mix)}"
+            )
         mix_input, notes = Input(MIX, mix, "input tokens / output token", "given", source), []
     rate = tokens_per_second / (1 + mix) if checked_counted == "total" else tokens_per_second
     unit = f"{checked_counted} tokens/s per {checked_scope}"
@@ -211,6 +214,8 @@ def from_runs(
     for run in whole:
         if not run.result.get("output_tokens_per_second"):
             raise UsageError(f"{run.path}: no sample was completed, so there is no rate")
+    if accelerators is not None:
+        check_count("--accelerators", accelerators, 1, MOST_ACCELERATORS)
     first = whole[0]
     nodes = len(first.result.get("nodes") or [None])
     used = run_accelerators(first) or accelerators
@@ -276,10 +281,17 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, An
         )
 
 
-def check_positive(name: str, value: float) -> None:
-    """Refuses a number that is not positive or has an impossible size. Raises UsageError."""
-    if not 0 < value <= LARGEST_NUMBER or value < 1 / LARGEST_NUMBER:
-        raise UsageError(f"{name}: expected a number from {1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}, got {value:g}")
+def check_positive(name: str, value: float, example: str) -> None:
+    """Refuses a number that is not positive or has an impossible size; ``example`` is a good one. Raises UsageError."""
+    if not 1 / LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+        limits = f"above 0, at most {LARGEST_NUMBER:g}" if value > 0 else "above 0"
+        raise UsageError(f"{name}: expected a number {limits}, such as {name} {example}, got {value:g}")
+
+
+def check_count(name: str, value: int, least: int, most: int) -> None:
+    """Refuses a whole number out of range. Raises UsageError."""
+    if not least <= value <= most:
+        raise UsageError(f"{name}: expected {least} to {most:,}, such as {name} {max(1, least)}, got {value:,}")
 
 
 def choose(name: str, value: str, known: tuple[_Choice, ...]) -> _Choice:

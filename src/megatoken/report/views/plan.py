@@ -11,7 +11,7 @@ from megatoken.report.blocks import Block, Cards, Column, Figure, Headline, Sect
 from megatoken.report.curves import line_chart, stairs
 from megatoken.report.documents import Document
 from megatoken.report.views.common import given_tables, records_table, state_cell, view
-from megatoken.report.words import figure_text, label, plain_text, sentence
+from megatoken.report.words import DIVISORS, figure_text, label, plain_text, sentence
 from megatoken.text import is_number, precise
 
 KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall", "headline")
@@ -19,7 +19,7 @@ COUNTED = ("racks", "nodes", "accelerators", "users")  # units with a singular
 CARDS = 4
 # The results of these plans that answer a buyer, if not simply the first ones.
 ANSWERS = {
-    "plan_buy": ("Cost per month", "Cost per million output tokens", "Energy per month", "Accelerators needed"),
+    "plan_buy": ("Cost per month", "Cost per million output tokens", "Mean utilisation", "Energy per month"),
     "plan_fleet": ("Nodes", "Accelerators", "Price", "Headroom at the peak"),
 }
 # Tables that are also drawn: the columns with the name, the length and the state of a bar.
@@ -77,10 +77,22 @@ def _first_number(results: Sequence[Document]) -> Document | None:
 
 
 def _headline(result: Document) -> Headline:
-    words = filter(None, (result.text("name"), result.text("state")))
-    unit = _unit(result)
+    name, unit = _said_once(result.text("name"), _unit(result))
+    words = filter(None, (name, result.text("state")))
     one = unit.removesuffix("s") if result.values.get("value") == 1 and unit in COUNTED else unit
     return Headline(_value(result), one, " · ".join(words))
+
+
+def _said_once(name: str, unit: str) -> tuple[str, str]:
+    """A name and the unit before it, without what both say: 5 racks, 3 $ and Cost per million output tokens."""
+    if name.lower() == unit:
+        return "", unit
+    amount, _, of = unit.partition("/")
+    if of and name.lower().endswith(f" per {of}"):
+        return name, amount
+    head, _, rest = name.partition(", ")
+    noun = next((word for word, sign in DIVISORS.items() if sign == of), of)
+    return (rest if rest and f"{amount} per {noun}".endswith(head.lower()) else name), unit
 
 
 def _results(results: Sequence[Document]) -> Table:
