@@ -6,6 +6,7 @@ Pure functions: the harness calls them when a test ends, and an audit calls them
 from __future__ import annotations
 
 import math
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -164,6 +165,29 @@ def lost_endpoints(facts: Mapping[str, Any]) -> list[Reason]:
     return [
         reason("LOST_ENDPOINTS", lost=len(losses), endpoints=endpoints["count"], losses=losses, samples_moved=moved)
     ]
+
+
+def failure_notes(facts: Mapping[str, Any]) -> list[Reason]:
+    """Why samples of a run against servers failed: when it began, what each said, and how a started server ended."""
+    failed = (facts.get("endpoints") or {}).get("failed")
+    if not failed:
+        return []
+    said = [f"{one['samples']:,} x {one['message']}" for one in failed["messages"]]
+    server, ended = failed["server"], {}
+    if server is not None:
+        status = server["exit_status"]
+        how = f"was ended by {_signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+        ended = {"how": how, "last_lines": server["last_lines"], "log": server["log"]}
+    return [
+        reason("SERVER_FAILED", at_seconds=failed["at_seconds"], answers=failed["answers_before"], said=said, **ended)
+    ]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def saturated_client(facts: Mapping[str, Any], samples: Samples, limits: LatencyLimits | None) -> list[Reason]:

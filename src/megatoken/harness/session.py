@@ -29,7 +29,7 @@ from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.harness.qualification import prediction_facts
 from megatoken.harness.recording import interrupted_by_errors, record
-from megatoken.harness.result import asked_facts, concluded, core_wait_notes
+from megatoken.harness.result import asked_facts, concluded, core_wait_notes, failure_notes
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.sizing import estimate_latency, estimate_rate
 from megatoken.harness.stop import Stop, StopSignals
@@ -178,12 +178,14 @@ class TestSession:
         requests, _ = folder.end_recording()
         core_wait_share = measurement.core_wait.share()
         findings = self.target.findings(measurement.start_ns) if isinstance(self.target, RemoteTarget) else []
+        outcome = self.target.outcome(measurement.start_ns)
+        waited = core_wait_notes(core_wait_share, folder.facts)
         folder.add_facts(
             {
-                "notes": [*folder.facts["notes"], *core_wait_notes(core_wait_share, folder.facts), *findings],
+                "notes": [*folder.facts["notes"], *waited, *findings, *failure_notes(outcome)],
                 "core_wait_share": core_wait_share,
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
-                **self.target.outcome(measurement.start_ns),
+                **outcome,
                 **({"output_characters": self.text.characters} if self.text else {}),
             }
         )

@@ -39,12 +39,14 @@ from megatoken.report.metrics import (
     ROUGE_2_NOTE,
     UNRELIABLE_NOTE,
     MetricRow,
+    causes,
     has_rouge_2,
     has_unreliable,
     loadgen_result,
     meaning,
     metric_rows,
     names_mlperf,
+    other_notes,
     verdict_badge,
     why_no_steady_rate,
 )
@@ -125,7 +127,7 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
         yield Text(f"Rate search: {answer}", "bold")
     if result := loadgen_result(run):
         yield Text(result)
-    for reason in run.reasons:
+    for reason in (*run.reasons, *causes(run)):
         yield Text.assemble("  ", (reason["code"], "bold"), f" {reason['message']}")
     if run.rules_unmet:  # none were claimed
         codes = dict.fromkeys(unmet["code"] for unmet in run.rules_unmet)
@@ -138,7 +140,7 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
         yield Text("Doubts about the measurement:")
     for doubt in run.doubts:
         yield Text.assemble("  ", (doubt["code"], "bold"), f" {doubt['message']}")
-    for note in run.result.get("notes") or ():
+    for note in other_notes(run):
         yield Text(f"Note: {note['message']}")
     if why := why_no_steady_rate(run):
         yield Text(why)

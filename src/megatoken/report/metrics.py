@@ -34,6 +34,7 @@ MEANING = {
 }
 
 
+CAUSES = ("SERVER_FAILED",)
 SHORTFALLS = {
     "FAILED_SAMPLES": "samples failed",
     "ACCURACY": "the answers are not accurate enough",
@@ -65,6 +66,16 @@ def meaning(run: Run) -> str:
 def of_simulated(gpu: str) -> str:
     """What comes first on a run that computed nothing."""
     return f"simulated {gpu}: rates and times come from a cost model"
+
+
+def causes(run: Run) -> list[Mapping[str, Any]]:
+    """The notes that say why the verdict is bad; they stand next to its reasons."""
+    return [note for note in run.result.get("notes") or () if note["code"] in CAUSES]
+
+
+def other_notes(run: Run) -> list[Mapping[str, Any]]:
+    """All notes but ``causes``."""
+    return [note for note in run.result.get("notes") or () if note["code"] not in CAUSES]
 
 
 def names_mlperf(run: Run) -> bool:

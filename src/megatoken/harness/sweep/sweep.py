@@ -23,7 +23,7 @@ from megatoken.harness.loadgen_plan import run_limits
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.prepare import NO_DATA_SET, Prepared
 from megatoken.harness.progress import Progress
-from megatoken.harness.result import concluded_point, core_wait_notes, run_notes
+from megatoken.harness.result import concluded_point, core_wait_notes, failure_notes, run_notes
 from megatoken.harness.sizing import estimate_rate
 from megatoken.harness.stop import StopSignals
 from megatoken.harness.sweep.neighbour import neighbour
@@ -206,7 +206,8 @@ class _Sweep:
         if answers is not None:
             answers.close()
         waited = core_wait_notes(folder.facts.get("core_wait_share"), folder.facts)
-        folder.add_facts({**self.target.outcome(measurement.start_ns), "notes": [*folder.facts["notes"], *waited]})
+        outcome = self.target.outcome(measurement.start_ns)
+        folder.add_facts({**outcome, "notes": [*folder.facts["notes"], *waited, *failure_notes(outcome)]})
         concluded = concluded_point(folder.facts, requests)
         if isinstance(self.plan, RuledPlan):
             write_result_files(folder.mlperf_directory, self.plan, value, concluded["ruled"], requests, self.config)

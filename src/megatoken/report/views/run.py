@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,14 @@ from megatoken.report.metrics import (
     ROUGE_2_NOTE,
     TRADEMARK,
     UNRELIABLE_NOTE,
+    causes,
     has_rouge_2,
     has_unreliable,
     loadgen_result,
     meaning,
     metric_rows,
     names_mlperf,
+    other_notes,
     verdict_badge,
     why_no_steady_rate,
 )
@@ -46,7 +48,6 @@ from megatoken.report.views.limits import answer_badge, limits_table
 from megatoken.report.views.over_time import time_figures
 from megatoken.report.views.rate_search import search_answer, search_blocks
 from megatoken.report.words import plain_text
-from megatoken.runs.reasons import Reason
 from megatoken.runs.run import Run
 from megatoken.text import count_of, is_number, natural, number, precise
 
@@ -143,8 +144,8 @@ def _summary(run: Run) -> Iterator[Block]:
     if answers := judge_run(run):
         yield VerdictBlock((answer_badge(str(answer_for(run.verdict, answers))),), "by your limits")
         yield limits_table(limit_documents(answers))
-    if run.reasons:
-        yield _points("", run.reasons)
+    if explained := [*run.reasons, *causes(run)]:
+        yield _points("", explained)
     if run.rules_unmet:
         codes = ", ".join(dict.fromkeys(unmet["code"] for unmet in run.rules_unmet))
         yield Points("", (("", f"MLPerf rules not met (none claimed): {codes}"),))
@@ -156,7 +157,7 @@ def _summary(run: Run) -> Iterator[Block]:
 
 def _notes(run: Run) -> Iterator[Points]:
     """What to know about the run, below its first picture."""
-    if notes := run.result.get("notes"):
+    if notes := other_notes(run):
         yield Points("Notes:", tuple(("", note["message"]) for note in notes))
 
 
@@ -185,7 +186,7 @@ def _at_a_glance(run: Run) -> Iterator[Cards]:
     yield Cards(tuple(cards))
 
 
-def _points(title: str, reasons: list[Reason]) -> Points:
+def _points(title: str, reasons: Sequence[Mapping[str, Any]]) -> Points:
     return Points(title, tuple((reason["code"], reason["message"]) for reason in reasons))
 
 

@@ -132,6 +132,8 @@ def cause_of(error: OSError | http.client.HTTPException) -> str:
     """Why a connection failed, in one line."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message.rstrip('.')}; give endpoint.ca_file"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"  # asyncio's own words are of a call
     why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return " ".join(why.split())
 

@@ -23,9 +23,10 @@ from megatoken.targets.backend import Reporter, ServedModel, tokenizer_of
 from megatoken.targets.endpoint.address import Address, AnswerError, ask, read_key, trust
 from megatoken.targets.endpoint.answers import Answer, BrokenAnswerError
 from megatoken.targets.endpoint.bodies import PATHS, Api, Asking, body_of
+from megatoken.targets.endpoint.failures import ServerEnd
 from megatoken.targets.endpoint.observations import Observations
 from megatoken.targets.endpoint.self_test import process_capacity
-from megatoken.targets.endpoint.server_process import LOOK_SECONDS, started_server
+from megatoken.targets.endpoint.server_process import LOOK_SECONDS, end_of, started_server
 from megatoken.targets.endpoint.target import EndpointTarget
 from megatoken.targets.endpoint.wire import ClientSettings
 
@@ -55,6 +56,7 @@ class EndpointBackend:
         self._returns_ids = False  # the server, of its answers
         self._ids_of: Callable[[str, str], tuple[int, ...]] | None = None
         self._log: str | None = None
+        self._server_end: Callable[[], ServerEnd | None] = lambda: None
 
     @contextmanager
     def open(self) -> Iterator[EndpointBackend]:
@@ -65,8 +67,8 @@ class EndpointBackend:
                 log = self._config.out / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-server.log"
                 self._reporter.stage("starting the server")
                 ready = lambda: self._models(0)  # noqa: E731
-                stack.enter_context(started_server(endpoint.start_server, log, ready, endpoint.start_seconds))
-                self._log = str(log)
+                process = stack.enter_context(started_server(endpoint.start_server, log, ready, endpoint.start_seconds))
+                self._log, self._server_end = str(log), lambda: end_of(process, log)
             yield self
 
     def served(self) -> ServedModel:
@@ -129,6 +131,7 @@ class EndpointBackend:
             observations=Observations(count),
             self_test=asdict(capacity),
             ids_of=self._ids_of,
+            server_end=self._server_end,
         )
         try:
             yield target

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatoken.errors import UsageError
 from megatoken.files import storage_error
 from megatoken.targets.endpoint.address import AnswerError
+from megatoken.targets.endpoint.failures import ServerEnd
 
 LOOK_SECONDS = 0.2
 STOP_SECONDS = 20.0
@@ -79,6 +80,12 @@ def _wait(
                     f"not ready after {seconds:g} s: {_last_lines(log)}; all of its output is in {log}"
                 ) from None
         time.sleep(LOOK_SECONDS)
+
+
+def end_of(process: subprocess.Popen[bytes], log: Path) -> ServerEnd | None:
+    """How the server ended and the last lines of its log; None while it runs."""
+    status = process.poll()
+    return None if status is None else ServerEnd(status, _last_lines(log), str(log))
 
 
 def _last_lines(log: Path) -> str:

@@ -26,6 +26,7 @@ from megatoken.runs.reasons import Reason
 from megatoken.targets import HasFileno, ReplicaReading, SampleEvent
 from megatoken.targets.endpoint import wire
 from megatoken.targets.endpoint.bodies import Asking, body_of
+from megatoken.targets.endpoint.failures import Failures, ServerEnd
 from megatoken.targets.endpoint.observations import Observations
 from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, pack, unpack
 
@@ -136,6 +137,7 @@ class EndpointTarget:
         observations: Observations,
         self_test: Mapping[str, float] | None = None,
         ids_of: Callable[[str, str], tuple[int, ...]] | None = None,
+        server_end: Callable[[], ServerEnd | None] = lambda: None,
     ) -> None:
         """Starts the client processes.
 
@@ -148,6 +150,7 @@ class EndpointTarget:
             observations: collects what the answers show.
             self_test: what one client process can hold on this machine, for ``result.json``.
             ids_of: token ids of an answer's text and finish reason, for a server that returns none; None: not wanted.
+            server_end: how the server ended, if the run started it and it has ended.
         """
         self._settings = settings
         self._asking = asking
@@ -163,6 +166,7 @@ class EndpointTarget:
         self._wake: HasFileno | None = None
         self._losses: list[_Loss] = []
         self._retries = 0
+        self._failures = Failures(server_end)
         self._ids_of = ids_of
         self._every_text = ids_of is not None
 
@@ -234,7 +238,12 @@ class EndpointTarget:
         ]
         waits = [worker.core_wait_share for worker in self._workers if worker.core_wait_share is not None]
         return {
-            "endpoints": {"count": len(self._endpoints), "lost": lost, "requests_repeated": self._retries},
+            "endpoints": {
+                "count": len(self._endpoints),
+                "lost": lost,
+                "requests_repeated": self._retries,
+                "failed": self._failures.to_document(since_ns),
+            },
             "client": {
                 "processes": len(self._workers),
                 "busy_share": max(worker.busy_share for worker in self._workers),
@@ -254,6 +263,7 @@ class EndpointTarget:
         """A test begins: what was observed of the client before does not count."""
         sys.setswitchinterval(SWITCH_SECONDS)
         self._retries = 0
+        self._failures.begin()
         for worker in self._workers:
             worker.reset_load()
         self._losses = [one for one in self._losses if one.back_ns is None]
@@ -355,6 +365,7 @@ class EndpointTarget:
         end.output_tokens += ended.tokens
         end.input_tokens += max(0, ended.input_tokens)
         self._retries += ended.retries
+        self._failures.answered()
         self._observations.add(ended if _observed(ended.ticket) else ended._replace(text=""))
         return SampleEvent(
             sample.sample_id,
@@ -381,7 +392,11 @@ class EndpointTarget:
         elif others and failed.cause == "timeout" and self._silent(end):
             self._lose(end, f"silent for {self._settings.timeout_seconds:g} s", events)
         if not (others and failed.cause in ("connect", "gone", "interrupted") and self._move(end, sample)):
-            events.append(_failure(end, sample, failed.message))
+            events.append(self._failure(end, sample, failed.message))
+
+    def _failure(self, end: _Endpoint, sample: _Sample, message: str) -> SampleEvent:
+        self._failures.failed(message)
+        return SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), node=end.name, error=message)
 
     def _silent(self, end: _Endpoint) -> bool:
         return time.monotonic_ns() - end.heard_ns > self._settings.timeout_seconds * 1e9
@@ -398,7 +413,7 @@ class EndpointTarget:
             self._release(ticket, sample)
             self._workers[sample.worker].send(wire.CANCEL, [ticket])
             if not self._move(end, sample):
-                events.append(_failure(end, sample, f"{end.name}: {cause}"))
+                events.append(self._failure(end, sample, f"{end.name}: {cause}"))
 
     def _move(self, end: _Endpoint, sample: _Sample) -> bool:
         """Queues a sample for another endpoint, unless it was moved before."""
@@ -431,10 +446,6 @@ class EndpointTarget:
 def _observed(ticket: int) -> bool:
     """Whether the text of an answer is looked at."""
     return ticket < TEXTS_AT_FIRST or ticket % TEXTS_LATER == 0
-
-
-def _failure(end: _Endpoint, sample: _Sample, message: str) -> SampleEvent:
-    return SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), node=end.name, error=message)
 
 
 def _without_metrics(settings: ClientSettings) -> ClientSettings:
