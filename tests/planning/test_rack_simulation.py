@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from examples import examples
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine.config import SHAPES, EngineConfig
 from megatoken.engine.cost_model import SECONDS_PER_SEQUENCE
 from megatoken.errors import CapacityError, CheckpointError, UsageError
-from megatoken.planning.rack_simulation import Rack, simulate_rack
+from megatoken.planning.rack_simulation import NodeRun, Rack, simulate_rack
 from megatoken.planning.throughput_plan import plan_throughput, scaled_answers
 
 LLAMA_70B = SHAPES["llama2-70b"]
@@ -42,13 +43,17 @@ def published(gpu: str, precision: str, rows: int, *, sequences: int = 2048, **s
     return Rack(LLAMA_70B, config, gpu).with_software("published")
 
 
-def rate_of(rack: Rack, mean_output: float, seconds: float) -> float:
-    [run] = simulate_rack(rack, mlperf_lengths(mean_output), seconds=seconds)
+def rate_of(rack: Rack, mean_output: float, seconds: int) -> float:
+    [run] = simulate_rack(rack, mlperf_lengths(mean_output), seconds=examples(seconds))
     return run.output_tokens_per_second
 
 
-def test_tokens_samples_and_times_add_up() -> None:
-    runs = simulate_rack(SMALL, some_lengths(), seconds=0.5, workers=1)
+@pytest.fixture(scope="module")
+def runs() -> list[NodeRun]:
+    return simulate_rack(SMALL, some_lengths(), seconds=0.5, workers=1)
+
+
+def test_tokens_samples_and_times_add_up(runs: list[NodeRun]) -> None:
     assert len(runs) == 3
     for run in runs:
         assert run.samples > 400
@@ -64,16 +69,15 @@ def test_tokens_samples_and_times_add_up() -> None:
         assert run.output_tokens <= (passes + bool(rest)) * some_lengths().sum(axis=0)[1]
 
 
-def test_nodes_are_alike_but_for_the_order_of_requests() -> None:
-    runs = simulate_rack(SMALL, some_lengths(), seconds=0.5, workers=1)
+def test_nodes_are_alike_but_for_the_order_of_requests(runs: list[NodeRun]) -> None:
     rates = [run.output_tokens_per_second for run in runs]
     assert len(set(rates)) == 3
     assert max(rates) / min(rates) < 1.05
-    again = simulate_rack(SMALL, some_lengths(), seconds=0.5, workers=1)
-    assert [run.seconds for run in again] == [run.seconds for run in runs]
-    other = simulate_rack(SMALL, some_lengths(), seconds=0.5, workers=1, seed=1)
-    assert other[0].seconds == runs[1].seconds
-    assert other[2].seconds != runs[0].seconds
+    two = replace(SMALL, nodes=2)
+    again, second = simulate_rack(two, some_lengths(), seconds=0.5, workers=1)
+    assert [again.seconds, second.seconds] == [run.seconds for run in runs[:2]]
+    [*_, other] = simulate_rack(two, some_lengths(), seconds=0.5, workers=1, seed=2)
+    assert other.seconds not in [run.seconds for run in runs]
 
 
 def test_processes_change_nothing() -> None:
@@ -136,21 +140,23 @@ def test_what_cannot_be_a_rack() -> None:
 
 
 def test_the_overhead_of_published_software_is_that_of_one_verified_result() -> None:
-    assert rate_of(published("GB200", "fp4", 3584), 273.32, 1200) == pytest.approx(GB200_5_1_0008, rel=0.015)
+    assert rate_of(published("GB200", "fp4", 3584), 273.32, 3000) == pytest.approx(GB200_5_1_0008, rel=0.015)
     bare = replace(published("GB200", "fp4", 3584), seconds_per_sequence=0.0)
-    assert rate_of(bare, 273.32, 600) > 1.1 * GB200_5_1_0008
+    assert rate_of(bare, 273.32, 1500) > 1.1 * GB200_5_1_0008
     assert SECONDS_PER_SEQUENCE["megatoken"] == 0
 
 
 def test_verified_results_that_nothing_was_fitted_to() -> None:
-    assert rate_of(published("B200", "fp4", 3584), 273.3, 1200) == pytest.approx(B200_5_1_0061, rel=0.1)
+    assert rate_of(published("B200", "fp4", 3584), 273.3, 1500) == pytest.approx(B200_5_1_0061, rel=0.1)
     hopper = published("H200", "fp8", 1536, cache_tokens=429_000)
-    assert rate_of(hopper, 292.3, 1200) == pytest.approx(H200_5_1_0026, rel=0.05)
+    assert rate_of(hopper, 292.3, 2400) == pytest.approx(H200_5_1_0026, rel=0.05)
 
 
-@pytest.mark.slow
 def test_the_published_rack() -> None:
-    """One replica for 80 minutes as configured there: 72 of them are the rack, whose copies never spoke to another."""
+    """One replica as configured there: 72 of them are the rack, whose copies never spoke to another.
+
+    With all examples it serves for the 80 minutes of the result.
+    """
     rack = published("GB300", "fp4", 4096)
     rate = 72 * rate_of(rack, 272.73, 4800)
     assert rate == pytest.approx(PUBLISHED_RACK, rel=0.1)
@@ -162,12 +168,12 @@ def test_a_step_of_a_rack_is_simulated_in_little_time() -> None:
     """80 minutes of 72 replicas are 2.9 million steps: 80 us each make two minutes on two cores."""
     rack = replace(published("GB300", "fp4", 4096), replicas_per_node=4)
     lengths = mlperf_lengths(272.73)
-    best = float("inf")
-    for _ in range(3):
+    for _ in range(3):  # a busy machine takes up to four times as long for the same instructions
         began = time.process_time()
         [run] = simulate_rack(rack, lengths, seconds=180)
-        best = min(best, (time.process_time() - began) / run.steps)
-    assert best < 400e-6  # a busy machine takes up to four times as long for the same instructions
+        if (step_seconds := (time.process_time() - began) / run.steps) < 400e-6:
+            return
+    pytest.fail(f"{step_seconds} s")
 
 
 def test_a_plan_of_it() -> None:
