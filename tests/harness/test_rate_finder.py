@@ -1,6 +1,8 @@
 """The search against targets whose highest valid rate is known, because they are simulated at full length too."""
 
 import math
+from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queueing import Batching, Serve, Simulated, queue_of, replay, rows_of
 
+from examples import ALL, examples
 from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder
 from megatoken.harness.rate_search import MOST_FULL_LENGTHS, MOST_PROBES, RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import SaturationWatch
@@ -33,41 +36,52 @@ TARGETS = [  # what serves, about how much it can, limits that the queue or the 
     (Batching(), 44.0, LatencyLimits(0.3, 0.1)),
     (Batching(), 44.0, LatencyLimits(2.0, 0.025)),
 ]
+STARTS = [(SEED, 0.9), (1, 0.3), (2465351861681999779, 2.5)]  # seed, and the share of the capacity to begin with
 
 
-@pytest.mark.parametrize(("seed", "start"), [(SEED, 0.9), (1, 0.3), (2465351861681999779, 2.5)])
-@pytest.mark.parametrize(("serve", "capacity", "limits"), TARGETS)
+@pytest.mark.parametrize(
+    ("target", "start"), list(product(TARGETS, STARTS)) if ALL else list(zip(TARGETS, STARTS * 2, strict=True))
+)
 def test_the_rate_found_is_within_two_percent_of_the_highest_valid_one(
-    serve: Serve, capacity: float, limits: LatencyLimits, start: float, seed: int
+    target: tuple[Serve, float, LatencyLimits], start: tuple[int, float]
 ) -> None:
-    target = Simulated(serve, limits, seed, full_seconds=60.0)
-    finder = search(target, seed, start * capacity)
-    best = target.highest_valid_rate(0.2 * capacity, 1.3 * capacity)
+    (serve, capacity, limits), (seed, share) = target, start
+    simulated = Simulated(serve, limits, seed, full_seconds=60.0)
+    finder = search(simulated, seed, share * capacity)
+    best = simulated.highest_valid_rate(0.2 * capacity, 1.3 * capacity)
     assert finder.found is not None
-    assert target.valid(finder.found)
+    assert simulated.valid(finder.found)
     # The time per token of bursts makes a lower rate invalid where a higher one is not: then the lower edge counts.
     assert finder.found >= 0.98 * best or finder.facts()["too_high_samples_per_second"] < best, finder.probes
-    whole = [seconds for full, seconds in target.seconds_of_probes if full]
-    probes = [seconds for full, seconds in target.seconds_of_probes if not full]
+    whole = [seconds for full, seconds in simulated.seconds_of_probes if full]
+    probes = [seconds for full, seconds in simulated.seconds_of_probes if not full]
     assert sum(whole) < 9 * 60
     assert max(probes) <= 75
     assert [probe["full_length"] for probe in finder.probes].count(True) == len(whole)
     assert finder.facts()["samples_per_second"] == finder.found
     too_high = finder.facts()["too_high_samples_per_second"]
     assert too_high <= 1.02 * finder.found
-    assert not target.valid(too_high)
+    assert not simulated.valid(too_high)
+
+
+def twenty_servers(stalled_try: int | None = None) -> Simulated:
+    return Simulated(queue_of(20, 0.2), LatencyLimits(2.0, 1.0), SEED, full_seconds=60.0, stalled_try=stalled_try)
+
+
+@cache
+def best_of_twenty_servers() -> float:
+    return twenty_servers().highest_valid_rate(20.0, 130.0)
 
 
 @pytest.mark.parametrize("stalled", range(0, 12, 2))
 def test_one_stalled_try_does_not_change_the_answer(stalled: int) -> None:
-    limits = LatencyLimits(2.0, 1.0)
-    target = Simulated(queue_of(20, 0.2), limits, SEED, full_seconds=60.0, stalled_try=stalled)
+    target = twenty_servers(stalled)
     finder = search(target, SEED, 40.0)
     first = finder.probes[stalled]
     assert not first["valid"] and not first["repeat"]
     again = [one for one in finder.probes if one["repeat"] and one["samples_per_second"] == first["samples_per_second"]]
     assert first["samples_per_second"] > 100.0 or [one["valid"] for one in again] == [True]
-    best = Simulated(queue_of(20, 0.2), limits, SEED, full_seconds=60.0).highest_valid_rate(20.0, 130.0)
+    best = best_of_twenty_servers()
     assert finder.found is not None
     assert 0.98 * best <= finder.found <= best
     too_high = finder.facts()["too_high_samples_per_second"]
@@ -151,7 +165,7 @@ def test_what_falls_short_is_seen_before_a_limit_is_passed() -> None:
 @pytest.mark.parametrize(
     "serve", [queue_of(1, 0.01), queue_of(20, 0.2), Batching(step_seconds=0.004, row_seconds=1e-4)]
 )
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(12)))
 def test_a_rate_that_is_low_enough_is_left_alone(serve: Serve, seed: int) -> None:
     due = arrivals(85.0, 120.0, seed)
     watch = SaturationWatch(LatencyLimits(1.0, 1.0), 85.0, len(due), 600.0)

@@ -280,8 +280,11 @@ def test_a_signal_ends_a_long_run_at_once_and_leaves_nothing_running(
     if search:
         config["probe_seconds"] = 20.0
     with started("scenario", out=str(out), lengths=str(lengths), config=config, queueing=[50, 0.02]) as process:
-        wait_until_running(process, out, "2*/probes/01*/mlperf" if search else "2*/mlperf")
-        time.sleep(2.5)
+        measured = "2*/probes/01*" if search else "2*"
+        wait_until_running(process, out, f"{measured}/mlperf")
+        while len(read_run(next(out.glob(measured))).requests) <= 20:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
         children = psutil.Process(process.pid).children()
         process.send_signal(number)
         sent = time.monotonic()
@@ -328,8 +331,8 @@ def test_repeats_say_what_they_have_in_common(tmp_path: Path, data_set: Dataset)
 @pytest.mark.timing
 def test_the_search_finds_the_rate_of_a_real_queue(tmp_path: Path, data_set: Dataset) -> None:
     """60 servers of 0.2 s, whose highest valid rate is known from a simulation of the same arrivals."""
-    config = {"scenario": "server", "find_rate": True, "rate": 240.0, "min_duration_seconds": 12.0}
-    same = Simulated(queue_of(60, 0.2), LatencyLimits(0.4, 0.2), SEED, full_seconds=12.0)
+    config = {"scenario": "server", "find_rate": True, "rate": 240.0, "min_duration_seconds": 6.0}
+    same = Simulated(queue_of(60, 0.2), LatencyLimits(0.4, 0.2), SEED, full_seconds=6.0)
     best = same.highest_valid_rate(200.0, 400.0)
     finished = run(tmp_path, data_set, 60, 0.2, ttft_limit_seconds=0.4, **config)
     search = finished.result["rate_search"]
