@@ -1,6 +1,5 @@
 """Ways to call the command, and a checkpoint for it, shared by the tests of the command line."""
 
-import gc
 import json
 import os
 import subprocess
@@ -68,7 +67,6 @@ def call_here(*arguments: object) -> tuple[int, str, str]:
         patch.setattr("signal.signal", lambda number, handler: None)
         with pytest.raises(SystemExit) as caught:
             cli.main()
-    gc.unfreeze()  # a run takes what is there out of the collector's hands
     return int(caught.value.code or 0), out.getvalue(), err.getvalue()
 
 
