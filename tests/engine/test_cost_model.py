@@ -87,20 +87,24 @@ def test_whole_runs_of_an_h200(name: str) -> None:
         assert 0.98 * residents <= run["resident_sequences_highest"] <= residents
 
 
-def test_long_prompts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What two of four ranks have of 405B. Nothing of it was used to fit anything."""
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [("half", "h200x2-llama3.1-405b-half-fp8-offline"), ("llama3.1-405b", "h200x4-llama3.1-405b-fp8-offline")],
+)
+def test_long_prompts_on_several_ranks(monkeypatch: pytest.MonkeyPatch, shape: str, name: str) -> None:
+    """405B on four ranks, and what two of four ranks have of it. Only sums alone were used to fit anything."""
     half = {"heads": 64, "kv_heads": 4, "intermediate_size": 26_624, "vocabulary_size": 64_128}
     monkeypatch.setitem(SHAPES, "half", replace(SHAPES["llama3.1-405b"], name="half", **half))
-    run = read("h200x2-llama3.1-405b-half-fp8-offline")
+    run = read(name)
     memory = run["memory_plan"]
     config = EngineConfig(
         precision="fp8",
-        tensor_parallel=2,
+        tensor_parallel=run["target"]["tensor_parallel"],
         max_length=10_240,
-        max_batched_tokens=memory["max_rows"],
+        max_batched_tokens=memory.get("max_rows", 2048),  # its name when half of the model was measured
         cache_tokens=memory["pages"] * memory["page_size"],  # recorded steps of a large model take less memory since
     )
-    simulation = plan_simulation("half", config, "H200")
+    simulation = plan_simulation(shape, config, "H200")
     scheduler, seconds, rows = simulation.memory.scheduler(), [0.0], [0]
     for request_id in range(run["samples_completed"]):
         scheduler.add(request_id, 9428, 684)
@@ -108,7 +112,7 @@ def test_long_prompts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds.append(seconds[-1] + simulation.costs.step(plan).seconds)
         rows.append(rows[-1] + int(plan.count.sum()))
     assert run["output_tokens"] / seconds[-1] == pytest.approx(run["output_tokens_per_second"], rel=0.02)
-    series = parquet.read_table(RESULTS / "h200x2-llama3.1-405b-half-fp8-offline/series.parquet").to_pydict()
+    series = parquet.read_table(RESULTS / name / "series.parquet").to_pydict()
     reading = [20.0, 100.0]  # seconds
     measured = np.diff(np.interp(reading, series["elapsed_seconds"], series["processed_tokens"]))
     assert np.diff(np.interp(reading, seconds, rows)) == pytest.approx(measured, rel=0.02)
@@ -229,9 +233,10 @@ def test_ranks_share_a_step_and_sum_what_they_have() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.parametrize("gpus", [2, 4])
 @pytest.mark.parametrize("width", [8192, 16_384])
-def test_a_sum_over_ranks_takes_what_was_measured(width: int) -> None:
-    measured = read(f"h200x2-collectives-{width}")
+def test_a_sum_over_ranks_takes_what_was_measured(width: int, gpus: int) -> None:
+    measured = read(f"h200x{gpus}-collectives-{width}")
     wide = replace(LLAMA_70B, layers=1, hidden_size=width, vocabulary_size=32_001)  # which is on every rank
     costs = CostModel(wide, FP8, find_gpu("H200"), ranks=measured["ranks"])
     for row in measured["sums"]:

@@ -62,10 +62,12 @@ ELEMENTWISE_SHARE = 0.861
 """Share of the bandwidth of norms, activation, rotation and cache writes. From two steps."""
 GAP_SECONDS = 27.3e-6
 """Gaps between the kernels of a layer, and copies of ids. From two steps."""
-SUM_SECONDS, SUM_LINK_SHARE = 6.5e-6, 0.71
-"""A sum over ranks with the norm after it, through shared memory: its least time, and its share of the link. By hand,
-from two H200 and 256 tokens on (``h200x2-collectives-*.json``); assumed for more ranks and for schemes without the
-fused all-reduce, which NCCL sums."""
+SUM_SECONDS, SUM_SECONDS_OF_RANK, SUM_LINK_SHARE = 4e-6, 1.25e-6, 0.71
+"""A sum over ranks with the norm after it, through shared memory: its least time, what each rank adds to that, and its
+share of the link. By hand, from two and four H200 and 256 tokens on (``h200x*-collectives-*.json``); assumed for
+schemes without the fused all-reduce, which NCCL sums."""
+WIDE_SUM_ELEMENTS, WIDE_SUM_LINK_SHARE = 32_768, 0.57
+"""The share where all ranks' parts of a token are more elements than that: measured of four ranks, 16,384 wide."""
 GATHER_SECONDS, GATHER_LINK_SHARE = 19e-6, 0.787
 """The same for gathers by NCCL, from its sums of 16 KB and 1 GB over four H200, which move twice as many bytes."""
 
@@ -206,8 +208,9 @@ class CostModel:
         if ranks > 1 and gpu.link_bytes_per_second is not None:
             link, from_others = gpu.link_bytes_per_second, (ranks - 1) / ranks
             products_and_inputs = from_others * (scheme.activation_bytes + item) * D
-            self._transfer_seconds = 2 * L * SUM_SECONDS
-            sum_seconds = products_and_inputs / (SUM_LINK_SHARE * link)
+            self._transfer_seconds = 2 * L * (SUM_SECONDS + ranks * SUM_SECONDS_OF_RANK)
+            share = WIDE_SUM_LINK_SHARE if ranks * D > WIDE_SUM_ELEMENTS else SUM_LINK_SHARE
+            sum_seconds = products_and_inputs / (share * link)
             # In the last layer only tokens that sample are summed.
             self._token_transfer_seconds, self._sample_transfer_seconds = (2 * L - 2) * sum_seconds, 2 * sum_seconds
             if m.vocabulary_ranks > 1:

@@ -130,7 +130,7 @@ def test_a_rank_that_dies_is_noticed(llama: Path, steps: int, ranks: int) -> Non
         engine.step()
     for process in engine._runner._workers._processes:
         process.kill()
-    with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"):
+    with pytest.raises(MegatokenError, match=r"rank [123] ended with SIGKILL"):
         drain(engine)
 
 
