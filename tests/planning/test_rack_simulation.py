@@ -164,6 +164,7 @@ def test_the_published_rack() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_a_step_of_a_rack_is_simulated_in_little_time() -> None:
     """80 minutes of 72 replicas are 2.9 million steps: 80 us each make two minutes on two cores."""
     rack = replace(published("GB300", "fp4", 4096), replicas_per_node=4)
