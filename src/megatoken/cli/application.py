@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from errno import ENOMEM
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -146,13 +147,16 @@ def _explained(error: Exception) -> str:
     return f"{names[0]}: {why}" if why else message
 
 
+_commands = cache(partial(get_command, app))  # once a process, which may run several
+
+
 def _command() -> int:
     """Run the command of the command line. Does not call ``app``, which would hide interruptions."""
     try:
         Path.cwd()  # libraries that need it end the process in their own words
     except OSError as error:
         raise UsageError(f"the working directory is gone ({error.strerror}); change to another one") from error
-    command = get_command(app)
+    command = _commands()
     if COMPLETION in os.environ:  # the shell asks for words; this answers and ends the process
         command.main(prog_name="megatoken", complete_var=COMPLETION)
     try:
