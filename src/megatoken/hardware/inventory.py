@@ -10,6 +10,8 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,16 +45,17 @@ def take_inventory() -> dict[str, Any]:
         "gpus": found,
         "logged_xids": logged_xids() if found else None,
         "packages": {"megatoken": __version__, **{name: _version(name) for name in PACKAGES}},
-        "all_packages": all_packages(),
+        "all_packages": dict(all_packages()),
         "source": source_revision(Path(__file__).parent),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
 
-def all_packages() -> dict[str, str]:
-    """Every package that is installed where this process imports from, with its version, by name."""
-    found = ((part.metadata["Name"], part.version) for part in metadata.distributions())
-    return dict(sorted((str(name), version) for name, version in found if name))
+@cache
+def all_packages() -> Mapping[str, str]:
+    """Every package that is installed where this process imports from, with its version, by name; read once."""
+    found = (part.metadata for part in metadata.distributions())  # each look at it parses the whole file
+    return dict(sorted((str(fields["Name"]), fields["Version"]) for fields in found if fields["Name"]))
 
 
 def peak_memory_bytes() -> int | None:
