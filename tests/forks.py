@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 IMPORTED = (
-    *("torch", "pyarrow.parquet", "tokenizers", "safetensors.torch", "rich.progress", "psutil"),
+    *("torch", "pyarrow.parquet", "tokenizers", "safetensors.torch", "rich.progress", "psutil", "pandas"),
     *("megatoken.cli.application", "megatoken.cli.run", "megatoken.harness.command", "megatoken.harness.soak"),
     *("megatoken.targets.in_process", "megatoken.engine.model", "megatoken.engine.ops.cpu", "megatoken.report.page"),
     *("megatoken.harness.run", "megatoken.runs.writer", "mlperf_loadgen", "pytest"),
