@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -49,9 +50,16 @@ def room_of(module: Path) -> str:
     return module.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@cache
+def nodes_of(module: Path) -> list[ast.AST]:
+    """All nodes of its syntax tree that import or name a class."""
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef)
+    return [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, kinds)]
+
+
 def imported_rooms(module: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(module.read_text())):
+    for node in nodes_of(module):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -75,7 +83,7 @@ def test_arrows_point_down() -> None:
 def imported_modules(module: Path) -> set[Path]:
     """Also within functions and for types alone. A package's ``__init__`` is no module of its own here."""
     names = []
-    for node in ast.walk(ast.parse(module.read_text())):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -103,7 +111,7 @@ def test_one_class_says_what_a_benchmark_is() -> None:
     named = [
         (str(module.relative_to(ROOT)), node.name)
         for module in ROOT.rglob("*.py")
-        for node in ast.walk(ast.parse(module.read_text()))
+        for node in nodes_of(module)
         if isinstance(node, ast.ClassDef) and node.name.strip("_").endswith("Benchmark")
     ]
     assert named == [("mlperf/benchmarks.py", "Benchmark")]
