@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from examples import ALL
+from examples import ALL, examples
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a process that has to compile our modules starts a second later
+sys.dont_write_bytecode = False
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what was decided
@@ -23,7 +25,11 @@ if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers
 
 # How long an example takes says something about what else the machine does.
 settings.register_profile(
-    "any-machine", deadline=None, derandomize=not ALL, suppress_health_check=[HealthCheck.too_slow]
+    "any-machine",
+    deadline=None,
+    derandomize=not ALL,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("any-machine")
 
