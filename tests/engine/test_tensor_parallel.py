@@ -19,6 +19,7 @@ from engines import answer_and_logits, assert_idle, drain, make_engine, request
 from over_admission import expect_short_answers
 from quantized_checkpoints import LAYOUTS, quantize
 
+from examples import every
 from megatoken.engine import EngineConfig, Sampling
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES
@@ -57,23 +58,28 @@ def workers() -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("architecture", "ranks", "vocabulary_size"),
     [
-        ("Llama", 2, CUT_VOCABULARY),
-        ("Llama", 4, WHOLE_VOCABULARY),
-        ("Qwen2", 2, WHOLE_VOCABULARY),
-        ("Qwen2", 4, CUT_VOCABULARY),
+        ("Llama", 2, WHOLE_VOCABULARY),
+        ("Qwen2", 2, CUT_VOCABULARY),
         ("Qwen3", 4, CUT_VOCABULARY),
+        *every(("Llama", 2, CUT_VOCABULARY), ("Llama", 4, WHOLE_VOCABULARY)),
+        *every(("Qwen2", 2, WHOLE_VOCABULARY), ("Qwen2", 4, CUT_VOCABULARY)),
     ],
 )
-def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, vocabulary_size: int, tmp_path: Path) -> None:
-    """Prompts in chunks, decodes, draws, preemptions. Sums over ranks are rounded otherwise, so ties might differ."""
+def test_ranks_together_answer_as_one_does(
+    architecture: str, ranks: int, vocabulary_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks, decodes, draws, preemptions, logits, and the end of the ranks with their engine.
+
+    Sums over ranks are rounded otherwise, so ties might differ.
+    """
     directory = wide_checkpoint(tmp_path / "model", architecture, vocabulary_size, **FAMILIES[architecture])
     requests = [request(seed, 4 + seed % 9, 3 + seed * 7 % 29) for seed in range(12)]
     requests += [request(seed, 6, 5, sampling=Sampling(0.9, top_k=20, seed=seed)) for seed in range(3)]
     penalised = Sampling(1.1, seed=2, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 2.0})
     requests += [request(seed, 6, 5, sampling=penalised, min_tokens=3) for seed in range(3)]
     wanted = [request(seed, 3, 40, prompt_logprobs=seed) for seed in range(3)]
-    alone = make_engine(directory).generate([*requests, *wanted])
-    engine = make_engine(directory, tensor_parallel=ranks)
+    one_rank, engine = make_engine(directory), make_engine(directory, tensor_parallel=ranks)
+    alone = one_rank.generate([*requests, *wanted])
     expect_short_answers(engine._scheduler)
     together = engine.generate([*requests, *wanted])
     assert together[: len(requests)] == alone[: len(requests)]
@@ -86,23 +92,19 @@ def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, vocabu
     assert engine.describe()["tensor_parallel"] == ranks
     assert_idle(engine)
 
-
-@pytest.mark.parametrize(
-    ("architecture", "ranks", "vocabulary_size"),
-    [("Llama", 2, CUT_VOCABULARY), ("Llama", 2, WHOLE_VOCABULARY), ("Qwen2", 4, CUT_VOCABULARY)],
-)
-def test_logits_are_those_of_one_rank(
-    architecture: str, ranks: int, vocabulary_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = wide_checkpoint(tmp_path / "model", architecture, vocabulary_size, **FAMILIES[architecture])
     prompt = [number * 31 % vocabulary_size for number in range(20)]
-    alone, together = (
-        answer_and_logits(make_engine(directory, tensor_parallel=number), prompt, 6, monkeypatch)
-        for number in (1, ranks)
-    )
-    assert together[0] == alone[0]
-    assert together[1].shape == (6, vocabulary_size)
-    torch.testing.assert_close(together[1], alone[1], rtol=1e-4, atol=1e-4)
+    tokens_alone, logits_alone = answer_and_logits(one_rank, prompt, 6, monkeypatch)
+    tokens, logits = answer_and_logits(engine, prompt, 6, monkeypatch)
+    assert tokens == tokens_alone
+    assert logits.shape == (6, vocabulary_size)
+    torch.testing.assert_close(logits, logits_alone, rtol=1e-4, atol=1e-4)
+
+    processes, folder = workers(), engine._runner._workers.folder
+    assert len(processes) == ranks - 1 and folder.is_dir()
+    del engine
+    gc.collect()
+    assert not any(process.is_running() for process in processes)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,12 +157,10 @@ def test_fp8_linears_are_cut_with_the_scales_of_their_rows(layout: str, tmp_path
         by_columns = "o_proj" in name or "down_proj" in name
         assert torch.equal(torch.cat(values, dim=int(by_columns)), whole.values_ND.float() * whole.scale_N1)
         assert {part.input_scale for part in parts} == {whole.input_scale}
-    answers = [
-        make_engine(directory, precision="fp8", tensor_parallel=ranks).generate([request(tokens=1)])[0]
-        for ranks in (1, 2)
-    ]
-    assert answers[0].prompt_tokens == answers[1].prompt_tokens
     assert shares[0].cache_scales(1) == source.quantized.cache_scales(1)
+    for ranks in (1, *every(2)):
+        engine = make_engine(directory, precision="fp8", tensor_parallel=ranks)
+        assert len(engine.generate([request(tokens=1)])[0].token_ids) == 1
 
 
 def test_a_rank_that_dies_is_an_error_with_its_name(tmp_path: Path) -> None:
@@ -175,10 +175,10 @@ def test_a_rank_that_dies_is_an_error_with_its_name(tmp_path: Path) -> None:
     assert workers() == []
 
 
-def test_what_fails_because_a_rank_has_ended_is_said_of_the_rank(tmp_path: Path) -> None:
-    engine = make_engine(wide_checkpoint(tmp_path / "model"), tensor_parallel=2)
-    workers()[0].kill()
-    with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"), engine._runner._workers.blamed():
+def test_what_fails_because_a_rank_has_ended_is_said_of_the_rank() -> None:
+    ranks = TPWorkers(2, b"")
+    ranks._processes[0].kill()
+    with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"), ranks.blamed():
         raise MegatokenError("the ranks' GPUs cannot share memory")
 
 
@@ -207,17 +207,6 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(MegatokenError, match="rank 1 ended with code 1: KeyError: 'threads'"):
         make_engine(directory, tensor_parallel=2)
     assert workers() == []
-
-
-def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
-    engine = make_engine(wide_checkpoint(tmp_path / "model"), tensor_parallel=2)
-    (worker,) = workers()
-    folder = engine._runner._workers.folder
-    assert folder.is_dir()
-    del engine
-    gc.collect()
-    assert not worker.is_running()
-    assert not folder.exists()
 
 
 def test_ranks_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
