@@ -111,6 +111,11 @@ def generate(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> list
     return answer[0, len(prompt) :].tolist()
 
 
+def is_greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    """Whether ``generate`` would give ``answer``: each of its tokens is the best one after those before it."""
+    return bool((teacher_forced(model, prompt, answer).argmax(-1) == torch.tensor(answer)).all())
+
+
 @torch.inference_mode()
 def teacher_forced(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
     """Logits [len(answer), vocabulary] from which each token of ``answer`` is chosen, given those before it."""

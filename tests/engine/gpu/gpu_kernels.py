@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-REPEATS = 100 if ON_GPU else 2
+REPEATS = 100 if ON_GPU else 1
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 MARKS = [pytest.mark.usefixtures("interpreter_rounds_as_the_device", "poisoned_allocations")]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from megatoken.engine.config import RopeConfig
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import fused, reference, tokens
@@ -387,7 +388,7 @@ def first_of_highest(logits: Tensor) -> Tensor:
     st.sampled_from([8, 16, 64]),
     st.sampled_from([1, 2, 7, 100]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25 if ON_GPU else examples(25))
 def test_argmax_takes_the_lowest_of_equals_however_it_is_split(rows: list, block: int, programs: int) -> None:
     logits = torch.tensor(rows, dtype=torch.bfloat16, device=DEVICE).view(-1, 37)
     assert torch.equal(tokens.argmax_rows(logits, block=block, programs=programs), first_of_highest(logits))

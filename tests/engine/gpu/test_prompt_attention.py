@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from paged_cases import GPT_OSS, LLAMA_8B, LLAMA_70B, TINY, Case, Shape, assert_close, both, exact, forget, make_case
 from torch import Tensor
 
+from examples import examples
 from megatoken.engine.ops import prompt_attention
 from megatoken.engine.ops.prompt_attention import GATHERED_CHUNKS, PAGED_CHUNKS, ChunkConfig
 
@@ -151,7 +152,7 @@ def test_windows_and_sinks(
     assert_close(out[starts[0] :], expected)
 
 
-@settings(max_examples=30 if ON_GPU else 10, deadline=None)
+@settings(max_examples=30 if ON_GPU else examples(10))
 @given(
     chunks=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=1, max_size=3),
     group=st.integers(1, 5),
