@@ -12,7 +12,7 @@ import pytest
 from engines import assert_idle, drain
 
 from megatoken import AsyncEngine
-from megatoken.engine import Engine, EngineConfig, EngineThread, FinishReason, Request, Sampling, TokenEvent
+from megatoken.engine import Completion, Engine, EngineConfig, EngineThread, FinishReason, Request, Sampling, TokenEvent
 from megatoken.errors import MegatokenError, RequestError, ThreadError
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
@@ -25,7 +25,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def asked(prompt: str, **options: object) -> Request:
-    return Request(prompt, 40, **options)
+    return Request(prompt, 24, **options)
 
 
 def test_completions_have_the_text_of_their_tokens(engine: Engine) -> None:
@@ -35,8 +35,7 @@ def test_completions_have_the_text_of_their_tokens(engine: Engine) -> None:
 
 
 def test_streams_carry_the_same_text_in_pieces(engine: Engine) -> None:
-    for prompt in PROMPTS:
-        [whole] = engine.generate([asked(prompt)])
+    for prompt, whole in zip(PROMPTS[:2], engine.generate([asked(prompt) for prompt in PROMPTS[:2]]), strict=True):
         events = list(engine.stream(asked(prompt)))
         assert "".join(event.text for event in events) == whole.text
         assert [token for event in events for token in event.token_ids] == whole.token_ids
@@ -46,18 +45,20 @@ def test_streams_carry_the_same_text_in_pieces(engine: Engine) -> None:
 def test_answers_end_at_a_stop_string_wherever_it_begins(engine: Engine) -> None:
     """Strings from every place of the free answer, across tokens: the shortest prefix of tokens that holds one."""
     draws = random.Random(0)
+    cases: list[tuple[Completion, str, Request]] = []
     for prompt, free in zip(PROMPTS, engine.generate([asked(prompt) for prompt in PROMPTS]), strict=True):
         begins = [draws.randrange(len(free.text) - 2) for _ in range(6)]
         stops = [free.text[begin : begin + draws.randint(1, 9)] for begin in begins]
-        requests = [asked(prompt, stop=(stop, "never in it")) for stop in stops]
-        for stop, found in zip(stops, engine.generate(requests), strict=True):
-            assert found.text == free.text[: free.text.index(stop)]
-            assert found.finish_reason is FinishReason.STOP
-            assert found.token_ids == free.token_ids[: len(found.token_ids)]
-            assert stop in engine.tokenizer.decode(found.token_ids)
-            assert stop not in engine.tokenizer.decode(found.token_ids[:-1])
-        streamed = "".join(event.text for event in engine.stream(requests[0]))
-        assert streamed == free.text[: free.text.index(stops[0])]
+        cases += [(free, stop, asked(prompt, stop=(stop, "never in it"))) for stop in stops]
+    for (free, stop, _), found in zip(cases, engine.generate([request for *_, request in cases]), strict=True):
+        assert found.text == free.text[: free.text.index(stop)]
+        assert found.finish_reason is FinishReason.STOP
+        assert found.token_ids == free.token_ids[: len(found.token_ids)]
+        assert stop in engine.tokenizer.decode(found.token_ids)
+        assert stop not in engine.tokenizer.decode(found.token_ids[:-1])
+    for free, stop, request in cases[::12]:
+        streamed = "".join(event.text for event in engine.stream(request))
+        assert streamed == free.text[: free.text.index(stop)]
     drain(engine)
     assert_idle(engine)
 
@@ -96,7 +97,7 @@ def new_engine(directory: str | Path = "reference", **options: object) -> Engine
 
 @OVERLAP
 def test_tasks_share_an_engine(overlap: bool) -> None:
-    requests = [asked(prompt, sampling=Sampling(seed % 2, seed=seed)) for seed, prompt in enumerate(PROMPTS * 4)]
+    requests = [asked(prompt, sampling=Sampling(seed % 2, seed=seed)) for seed, prompt in enumerate(PROMPTS * 2)]
     requests[3] = asked(PROMPTS[3], logprobs=2)
     expected = new_engine().generate(requests)
 

@@ -10,6 +10,7 @@ from engines import answer_alone, answers, assert_idle, drain, make_engine, requ
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from examples import examples
 from megatoken.engine import Engine, FinishReason, Request, Sampling, TokenEvent
 
 
@@ -107,5 +108,5 @@ def test_any_order_of_submit_cancel_stream_and_step(directory: Path) -> None:
     alone = {kind: answer_alone(directory, request_of_kind(kind)).token_ids for kind in range(8)}
     machine = type("Machine", (AnyOrder,), {"directory": directory, "alone": alone})
     test = machine.TestCase
-    test.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+    test.settings = settings(max_examples=examples(40), stateful_step_count=30)
     test("runTest").runTest()

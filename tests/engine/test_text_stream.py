@@ -19,6 +19,12 @@ from megatoken.engine.tokenizer import Tokenizer
 REFERENCE_MODEL = Path(megatoken.__file__).parent / "data/reference_model"
 
 
+@pytest.fixture(scope="module")
+def reference() -> Tokenizer:
+    """The reference model's own."""
+    return Tokenizer(REFERENCE_MODEL / "tokenizer.json")
+
+
 def streamed(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
     stream = TextStream(tokenizer)
     return [*(stream.add([token]) for token in token_ids), stream.flush()]
@@ -37,7 +43,7 @@ WILD = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150))
 @given(text=WILD)
 @example("€" * 60)
 @example("a€" * 40 + "😀" * 30)
@@ -94,15 +100,14 @@ def test_words_appear_token_by_token(tokenizers: dict[str, Tokenizer], kind: str
     assert max(decoded, default=0) <= (0 if kind in LOSSLESS else 12)
 
 
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=examples(150))
 @given(token_ids=st.lists(st.integers(0, 3071), max_size=60), sizes=st.lists(st.integers(0, 5), max_size=60))
-def test_tokens_may_come_in_groups(token_ids: list[int], sizes: list[int]) -> None:
-    """The reference model's own tokenizer, any ids, as many in a step as the engine likes."""
-    tokenizer = Tokenizer(REFERENCE_MODEL / "tokenizer.json")
-    stream = TextStream(tokenizer)
+def test_tokens_may_come_in_groups(reference: Tokenizer, token_ids: list[int], sizes: list[int]) -> None:
+    """Any ids, as many in a step as the engine likes."""
+    stream = TextStream(reference)
     ends = [min(sum(sizes[:count]), len(token_ids)) for count in range(len(sizes) + 1)] + [len(token_ids)]
     pieces = [stream.add(token_ids[start:end]) for start, end in pairwise(ends)]
-    assert "".join([*pieces, stream.flush()]) == tokenizer.decode(token_ids)
+    assert "".join([*pieces, stream.flush()]) == reference.decode(token_ids)
 
 
 def test_special_and_added_tokens(tmp_path: Path) -> None:
@@ -138,7 +143,7 @@ STOPS = st.lists(st.text("ab 🧨é\n", min_size=1, max_size=4), min_size=1, max
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=examples(150))
 @given(text=st.text("ab 🧨é\n", max_size=40), stops=STOPS, include=st.booleans())
 @example(text="abab abab", stops=["abab "], include=False)
 @example(text="aab", stops=["ab", "aab"], include=True)
@@ -163,22 +168,20 @@ def test_a_stop_string_cuts_exactly(
         assert (shown, stream.stopped) == (whole[: start + len(stop) * include], stop)
 
 
-def test_text_that_can_begin_no_stop_string_is_not_held_back() -> None:
-    tokenizer = Tokenizer(REFERENCE_MODEL / "tokenizer.json")
-    token_ids = tokenizer.encode("Answer: red, blue.\nNext", add_special=False)
-    stream = TextStream(tokenizer, ["\n\n", "END"])
+def test_text_that_can_begin_no_stop_string_is_not_held_back(reference: Tokenizer) -> None:
+    token_ids = reference.encode("Answer: red, blue.\nNext", add_special=False)
+    stream = TextStream(reference, ["\n\n", "END"])
     pieces = [stream.add([token]) for token in token_ids]
-    plain = streamed(tokenizer, token_ids)[:-1]
+    plain = streamed(reference, token_ids)[:-1]
     held = [piece for piece, certain in zip(plain, pieces, strict=True) if piece != certain]
     assert held[0].endswith("\n") and len(held) <= 2
     assert "".join(pieces) + stream.flush() == "Answer: red, blue.\nNext"
 
 
-def test_stop_strings_wait_for_min_tokens() -> None:
-    tokenizer = Tokenizer(REFERENCE_MODEL / "tokenizer.json")
-    token_ids = tokenizer.encode("1,2,3,4", add_special=False)
+def test_stop_strings_wait_for_min_tokens(reference: Tokenizer) -> None:
+    token_ids = reference.encode("1,2,3,4", add_special=False)
     assert len(token_ids) == 7
     for group in (1, 2, 7):
-        stream = TextStream(tokenizer, [","], min_tokens=3)
+        stream = TextStream(reference, [","], min_tokens=3)
         shown = "".join(stream.add(token_ids[start : start + group]) for start in range(0, 7, group))
         assert (shown + stream.flush(), stream.stopped) == ("1,2", ",")

@@ -14,12 +14,13 @@ import pytest
 import torch
 from engines import make_engine, request
 
+from examples import ALL
 from megatoken.engine import Completion, Engine, EngineConfig, EngineThread, FinishReason, Request, Sampling
 from megatoken.engine.simulated import VirtualClock
 from megatoken.engine.thread import Step
 from megatoken.errors import CapacityError, MegatokenError, RequestError, ThreadError
 
-THREADS, ROUNDS = 12, 12
+THREADS, ROUNDS = 12, 12 if ALL else 5
 
 
 @pytest.fixture(scope="module")
