@@ -183,7 +183,7 @@ def test_groups_under_pressure(lookahead: int, page_size: int, num_pages: int) -
     assert engine.preemptions > 20
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     kinds=st.lists(st.tuples(st.floats(0.2, 5), st.integers(8, 60), st.integers(1, 8)), min_size=2, max_size=4),
     budget=st.integers(16, 128),
@@ -219,7 +219,7 @@ def test_groups_that_always_wait_are_served_by_weight(kinds: list[tuple[float, i
     assert min(served) > 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     flood=st.tuples(st.integers(1, 300), st.integers(1, 300)),
     light=st.tuples(st.integers(1, 30), st.integers(1, 10)),

@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from numpy.typing import NDArray
 from torch import Tensor
 
+from examples import examples
 from megatoken.engine.batch import step_arrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
 from megatoken.engine.config import ModelConfig, Precision
@@ -30,8 +31,8 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 FP8 = find_scheme("fp8")
 SEEDS = st.integers(0, 2**32)
 SIZES = st.integers(1, 70)
-random_shapes = settings(max_examples=60, deadline=None, derandomize=True)
-few_shapes = settings(random_shapes, max_examples=25)  # a packed product is compiled for each new shape
+random_shapes = settings(max_examples=examples(100))
+few_shapes = settings(max_examples=examples(60))  # a packed product is compiled for each new shape
 
 
 def normal(seed: int, *shape: int) -> Tensor:

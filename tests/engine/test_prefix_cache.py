@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from over_admission import expect_short_answers
 
+from examples import examples
 from megatoken.engine.page_forecast import PageForecast, SharedPages
 from megatoken.engine.prefix_cache import PrefixCache, extend_keys
 from megatoken.engine.scheduler import Scheduler
@@ -263,7 +264,7 @@ class Sharing(RuleBasedStateMachine):
 
 def test_any_order_of_requests_steps_and_ends() -> None:
     test = Sharing.TestCase
-    test.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+    test.settings = settings(max_examples=examples(100), stateful_step_count=30)
     test("runTest").runTest()
 
 

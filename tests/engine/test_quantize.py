@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 
 from cli_support import call, call_here, started
+from examples import examples
 from megatoken.engine.checkpoint import Checkpoint
 from megatoken.engine.schemes.packed4 import VALUES, Packed4, unpack
 from megatoken.quantization import encode, write
@@ -39,7 +40,7 @@ def encoded(form: Format, weight: torch.Tensor) -> Packed4:
     return encode.int4(weight, 32, torch.bfloat16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     form=st.sampled_from(["nvfp4", "mxfp4", "int4"]),
     seed=st.integers(0, 999),

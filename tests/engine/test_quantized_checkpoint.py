@@ -82,7 +82,7 @@ def test_logits_are_those_of_the_weights_that_are_meant(
 ) -> None:
     engine = Engine(quantized.directory, EngineConfig(precision=precision, max_batched_tokens=24, cache_tokens=256))
     errors = []
-    for prompt in some_prompts(1, 9, 40):
+    for prompt in some_prompts(1, 40):
         answer, logits = answer_and_logits(engine, prompt, ANSWER_TOKENS, monkeypatch)
         expected = teacher_forced(quantized.model, prompt, answer)
         errors.append((logits - expected) / expected.std())
@@ -202,7 +202,7 @@ def multiplied_out(weight: Fp8Weight) -> Tensor:
     return weight.values_ND.float() * weight.scale_N1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(seed=st.integers(0, 2**31), rows=SIZES, columns=SIZES, by_row=st.booleans())
 def test_one_scale_rounds_once(seed: int, rows: int, columns: int, by_row: bool) -> None:
     weight = some_weight(seed, rows, columns, by_row)
@@ -217,7 +217,7 @@ def test_one_scale_rounds_once(seed: int, rows: int, columns: int, by_row: bool)
     assert (error <= torch.maximum(exact.abs() * 2**-4, one.scale_N1 * 2**-10) * 1.0001).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(parts=st.lists(st.tuples(st.integers(0, 2**31), SIZES, st.booleans()), min_size=1, max_size=3), columns=SIZES)
 def test_stacked_weights_keep_their_values(parts: list[tuple[int, int, bool]], columns: int) -> None:
     weights = [some_weight(seed, rows, columns, by_row) for seed, rows, by_row in parts]
@@ -232,7 +232,7 @@ def test_stacked_weights_keep_their_values(parts: list[tuple[int, int, bool]], c
     assert torch.equal(mixed, torch.cat((multiplied_out(quantise_tensor(plain)), plain)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 2**31), rows=SIZES, inputs=SIZES, outputs=SIZES, by_row=st.booleans())
 def test_linears_with_a_scale_for_each_row(seed: int, rows: int, inputs: int, outputs: int, by_row: bool) -> None:
     weight = some_weight(seed, outputs, inputs, by_row)
