@@ -82,7 +82,7 @@ def test_an_environment_is_made_once_and_again_when_its_packages_change(
     made = stamp.stat().st_mtime_ns
     assert interpreter("bare", tmp_path) == python
     assert stamp.stat().st_mtime_ns == made
-    monkeypatch.setitem(ENVIRONMENTS, "bare", Environment(("pip",), constraints=("torch==1",)))
+    monkeypatch.setitem(ENVIRONMENTS, "bare", Environment(("pip",), constraints=("torch==1",), unwanted=()))
     interpreter("bare", tmp_path)
     assert constraints.read_text() == "torch==1\n"
 
@@ -203,14 +203,14 @@ def test_own_and_transformers_answer_the_same_on_a_checkpoint_made_here(tmp_path
     python = Path(sys.executable)
     checkpoint = cpu_offline.make_checkpoint(options, shape, python)
     full = measured_workload(shape.vocabulary_size)
-    workload = Workload(full.prompts[:24], [16 + index for index in range(24)])
+    workload = Workload(full.prompts[:8], [16 + index for index in range(8)])
     own, peer = (
-        cpu_offline.measure(options, engine, python, checkpoint, workload, Workload(full.prompts[24:26], [2, 3]))
+        cpu_offline.measure(options, engine, python, checkpoint, workload, Workload(full.prompts[8:10], [2, 3]))
         for engine in (OWN, "transformers")
     )
     figures = summarise([own, peer], "transformers", shape.parameters, "fp32")
-    # Two engines whose roundings differ: a near-tie may part one pair of 24, not many.
-    assert figures["equal_requests"] >= 22
+    # Two engines whose roundings differ: a near-tie may part one pair of 8, not many.
+    assert figures["equal_requests"] >= 7
     assert own.output_tokens_per_second == pytest.approx(workload.output_tokens / own.timed_seconds)
     assert 0.5 < own.startup_seconds < 60
     assert own.peak_memory_bytes > 50_000_000

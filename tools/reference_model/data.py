@@ -116,10 +116,13 @@ def held_out_rows(tokenizer: Tokenizer, seed: int, count: int) -> list[Row]:
     return list(chosen.values())
 
 
-def plan_layout(tokenizer: Tokenizer, seed: int, lengths: tuple[int, ...], tokens: int) -> Layout:
-    """Groups of the given lengths in the proportions that the tasks have by nature, of about ``tokens`` in all."""
-    rows = encode_rows(tokenizer, list(islice(rows_of(f"layout {seed}"), 8192)))
-    sizes = np.array([len(row.token_ids) for row in rows if row is not None])
+def plan_layout(tokenizer: Tokenizer, seed: int, lengths: tuple[int, ...], tokens: int, rows: int) -> Layout:
+    """Groups of the given lengths in the proportions that the tasks have by nature, of about ``tokens`` in all.
+
+    ``rows``: drawn to find the proportions.
+    """
+    drawn = encode_rows(tokenizer, list(islice(rows_of(f"layout {seed}"), rows)))
+    sizes = np.array([len(row.token_ids) for row in drawn if row is not None])
     counts = np.bincount(np.searchsorted(lengths, sizes), minlength=len(lengths))
     scale = tokens / (counts @ np.array(lengths))
     return tuple((max(1, round(count * scale)), length) for count, length in zip(counts, lengths, strict=True))

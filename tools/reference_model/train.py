@@ -57,6 +57,7 @@ class Size:
     tokens_per_step: int
     row_lengths: tuple[int, ...]
     tokenizer_rows: int
+    layout_rows: int
     held_out_rows: int
     steps_per_shard: int
 
@@ -67,16 +68,18 @@ SIZES = {
         tokens_per_step=65_536,
         row_lengths=(64, 128, 192, 320, 512, _LONGEST_ROW),
         tokenizer_rows=30_000,
+        layout_rows=8192,
         held_out_rows=2048,
         steps_per_shard=8,
     ),
     "small": Size(
         Shape(64, 192, layers=2, heads=2, kv_heads=1, vocabulary_size=768),
-        tokens_per_step=4096,
+        tokens_per_step=2048,
         row_lengths=(128, 384, _LONGEST_ROW),
         tokenizer_rows=500,
+        layout_rows=1024,
         held_out_rows=32,
-        steps_per_shard=2,
+        steps_per_shard=8,
     ),
 }
 
@@ -105,7 +108,7 @@ def run(options: Options) -> dict[str, Any]:
     began = time.monotonic()
     tokenizer = train_tokenizer(options.seed, size.shape.vocabulary_size, size.tokenizer_rows)
     held_out = held_out_rows(tokenizer, options.seed, size.held_out_rows)
-    layout = plan_layout(tokenizer, options.seed, size.row_lengths, size.tokens_per_step)
+    layout = plan_layout(tokenizer, options.seed, size.row_lengths, size.tokens_per_step, size.layout_rows)
     export.write_static_files(options.output, size.shape, tokenizer, held_out)
     plan = ShardPlan(
         tokenizer.to_str(), layout, size.steps_per_shard, options.seed, frozenset(row.key for row in held_out)
