@@ -24,6 +24,7 @@ from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.requests import Dataset
 from megatoken.harness.clock import WallClockSteps
 from megatoken.harness.progress import Progress
+from megatoken.harness.result import CORE_WAIT_SHARE
 from megatoken.harness.run import run_scenario
 from megatoken.mlperf.benchmarks import LatencyLimits
 from megatoken.mlperf.draws import PoissonSchedule
@@ -46,10 +47,12 @@ def data_set(tmp_path: Path) -> Dataset:
     return load_lengths(path, vocabulary_size=100, max_length=1000)
 
 
-def run(tmp_path: Path, data_set: Dataset, servers: int, service_seconds: float, **config: Any) -> Run:
+def run(
+    tmp_path: Path, data_set: Dataset, servers: int, service_seconds: float, *, quiet: bool = True, **config: Any
+) -> Run:
     target = QueueingTarget(servers, service_seconds)
     settings = RunConfig(**{"out": str(tmp_path / "runs"), "warm_up_seconds": 0.05, **config})
-    return read_run(run_scenario(settings, data_set, target, {"model": "queue"}, Progress(quiet=True)))
+    return read_run(run_scenario(settings, data_set, target, {"model": "queue"}, Progress(quiet)))
 
 
 def codes(run: Run) -> set[str]:
@@ -329,12 +332,16 @@ def test_repeats_say_what_they_have_in_common(tmp_path: Path, data_set: Dataset)
 
 
 @pytest.mark.timing
-def test_the_search_finds_the_rate_of_a_real_queue(tmp_path: Path, data_set: Dataset) -> None:
+def test_the_search_finds_the_rate_of_a_real_queue(
+    tmp_path: Path, data_set: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
     """60 servers of 0.2 s, whose highest valid rate is known from a simulation of the same arrivals."""
     config = {"scenario": "server", "find_rate": True, "rate": 240.0, "min_duration_seconds": 6.0}
     same = Simulated(queue_of(60, 0.2), LatencyLimits(0.4, 0.2), SEED, full_seconds=6.0)
     best = same.highest_valid_rate(200.0, 400.0)
-    finished = run(tmp_path, data_set, 60, 0.2, ttft_limit_seconds=0.4, **config)
+    finished = run(tmp_path, data_set, 60, 0.2, ttft_limit_seconds=0.4, quiet=False, **config)
+    said = capsys.readouterr().err
+    assert 0 <= said.index("the search is likely to take 33 s to 2 min 27 s") < said.index("probe at 240 samples/s")
     search = finished.result["rate_search"]
     assert search["samples_per_second"] is not None, search
     assert finished.result["loadgen_validity"] == "VALID"
@@ -349,6 +356,10 @@ def test_the_search_finds_the_rate_of_a_real_queue(tmp_path: Path, data_set: Dat
     assert min(too_high) <= 1.021 * search["samples_per_second"]
     assert finished.path.parent == tmp_path / "runs"
     assert finished.config["find_rate"] is True
+    folders = [finished, *(read_run(finished.path / probe["run_folder"]) for probe in search["probes"])]
+    assert all(one.result["core_wait_share"] is not None for one in folders)
+    noted = ["CORE_WAIT" in {note["code"] for note in one.result["notes"]} for one in folders]
+    assert noted == [one.result["core_wait_share"] > CORE_WAIT_SHARE for one in folders]
     assert unstated_fields(finished.result) == set()
 
 

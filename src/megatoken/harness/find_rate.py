@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from megatoken.analysis.machine import utc_text
 from megatoken.errors import UsageError
 from megatoken.harness.loadgen_plan import MLPERF_SECONDS, full_length, plan_test, run_limits
-from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_few
+from megatoken.harness.progress import duration
+from megatoken.harness.rate_finder import (
+    PROBE_SAMPLES,
+    SHORTEST_PROBE_SECONDS,
+    Goal,
+    Outcome,
+    Probe,
+    RateFinder,
+    too_few,
+)
 from megatoken.harness.rate_search import Try
 from megatoken.harness.recording import interrupted_by_errors
+from megatoken.harness.result import core_wait_facts
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.runs.writer import RunFolder
-from megatoken.text import precise
+from megatoken.text import count_of, precise
 
 PROBES = "probes"
+# What searches over simulated targets took (docs/scenarios.md): all runs of full length, in full lengths; probes.
+FULL_LENGTHS = (1.5, 7.7)
+PROBES_BEFORE = (3, 11)
+QUICK_SECONDS = 60
 FAILURE_CODES = {
     *("LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK"),
     *("LOADGEN_DISAGREES", "CLIENT_SATURATED"),
@@ -43,6 +58,7 @@ def find_rate(session: TestSession, first_rate: float) -> Path:
     with StopSignals() as stop:
         folder = session.create_folder(config, settings, config.out, stop=stop)
         with interrupted_by_errors(folder, session.progress):
+            session.progress.note(_estimate(first_rate, *full_length(settings)))
             prober = _Prober(session, folder, stop)
             goal = Goal(limits, prober.full_length, settings.seeds.schedule, config.probe_seconds)
 
@@ -51,16 +67,33 @@ def find_rate(session: TestSession, first_rate: float) -> Path:
                 folder.add_facts({"rate_search": finder.facts()})
 
             finder = RateFinder(goal, first_rate, prober.measure, note)
-            _finish(folder, finder, None if stop.received else finder.run(), stop)
+            confirmed = None if stop.received else finder.run()
+            _finish(folder, finder, confirmed, stop, core_wait_facts(prober.core_wait_share, folder.facts))
     return folder.path
 
 
-def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: StopSignals) -> None:
+def _estimate(rate: float, samples: int, seconds: float) -> str:
+    """How long the search is likely to take, before it starts."""
+    probe = min(seconds, max(SHORTEST_PROBE_SECONDS, PROBE_SAMPLES / rate))
+    least, most = (
+        duration(seconds * lengths + probe * probes)
+        for lengths, probes in zip(FULL_LENGTHS, PROBES_BEFORE, strict=True)
+    )
+    hint = f"; for a first look give --min-duration {QUICK_SECONDS}" if seconds > 2 * QUICK_SECONDS else ""
+    return (
+        f"the search is likely to take {least} to {most}: probes of about {probe:.0f} s, then runs of {seconds:.0f} s,"
+        f" {count_of(samples, 'sample')} at {precise(rate)} samples/s{hint}"
+    )
+
+
+def _finish(
+    folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: StopSignals, waited: dict[str, Any]
+) -> None:
     facts = {"rate_search": finder.facts()}
     if confirmed is not None:
         folder.finish_as(folder.path / confirmed, facts)
         return
-    folder.add_facts(facts)
+    folder.add_facts({**facts, **waited})
     if stop.received:
         folder.interrupt(reason("INTERRUPTED", signal=stop.received, probes=len(finder.probes)))
         return
@@ -81,6 +114,7 @@ class _Prober:
         self._folder = folder
         self._stop = stop
         self._count = 0
+        self.core_wait_share: float | None = None  # the largest of all probes
 
     def full_length(self, rate: float) -> tuple[int, float]:
         """Samples and seconds of a run of full length."""
@@ -107,6 +141,8 @@ class _Prober:
         if self._stop.received:
             return None
         run = read_run(folder.path)
+        waits = (self.core_wait_share, run.result.get("core_wait_share"))
+        self.core_wait_share = max((wait for wait in waits if wait is not None), default=None)
         broken = () if saturation else _broken(run, probe.seconds is None)
         p99s = [(run.result.get(name) or {}).get("p99") for name in ("ttft_seconds", "tpot_seconds")]
         return Outcome(f"{PROBES}/{folder.path.name}", saturation, broken, *p99s)

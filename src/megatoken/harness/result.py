@@ -290,3 +290,8 @@ def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[Reaso
         return []
     # Neither the replicas of a rack nor a server are part of this process.
     return [reason("DRIVER_CORE_WAIT" if "rack_nodes" in facts or "client" in facts else "CORE_WAIT", share=share)]
+
+
+def core_wait_facts(share: float | None, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """That share as a field of ``result.json``, and the notes of ``facts`` with the one on it."""
+    return {"core_wait_share": share, "notes": [*facts["notes"], *core_wait_notes(share, facts)]}
