@@ -88,3 +88,21 @@ def test_outputs_that_are_closed_or_know_few_letters(monkeypatch: pytest.MonkeyP
     assert "\\xd7" in stdout
     code, stdout, err = redirected("", "compare", "5.1-0016", "GB200", "--json")
     assert (code, err, json.loads(stdout)["kind"]) == (0, "", "comparison")
+
+
+def test_rows_of_different_rounds_are_named_and_rows_without_data_come_last() -> None:
+    code, out, _ = call("compare", "GB300", "GB200")
+    lines = out.splitlines()
+    assert (
+        code == 0 and lines[2].startswith("  Rows of different rounds of MLPerf: 6.1-") and "5.1-0008 is of v5.1" in out
+    )
+    [cells] = [line.split() for line in lines if line.startswith("Round ")]
+    assert cells == ["Round", "v6.1", "v5.1"]
+    code, out, _ = call("compare", "GB300@v5.1", "GB200@v5.1")
+    assert code == 0 and "different rounds" not in out
+    assert "no data does not mean slower; published are llama3.1-405b (--benchmark)" in out.split("Figures")[0]
+    document = document_of("compare", "GB300@v5.1", "GB200@v5.1")
+    assert [row["state"] for row in document["rows"]] == ["verified", "no data"]
+    assert {(row["model"], row["scenario"]) for row in document["rows"]} == {("llama2-70b", "Offline")}
+    both = document_of("compare", "GB300@v5.1", "GB200@v5.1", "--benchmark", "llama3.1-405b")
+    assert {row["round"] for row in both["rows"]} == {"v5.1"} and both["ratios"]

@@ -56,6 +56,7 @@ class Entry:
     source: str
     state: str
     output_tokens_per_second: float | None
+    round: str | None = None  # of MLPerf, that a published row is of
     division: str | None = None
     scenario: str | None = None
     model: str | None = None
@@ -197,9 +198,11 @@ class Comparison:
 
 
 def compare(entries: Sequence[Entry], *, title: str = "Comparison") -> Comparison:
-    """Compare entries to the first of them. Raises UsageError: fewer than two entries."""
+    """Compare entries to the first of them that has a rate. Raises UsageError: fewer than two entries."""
     if len(entries) < 2:
         raise UsageError("compare needs at least two results: run folders, folders of logs, published ids or claims")
+    basis = next((entry for entry in entries if entry.output_tokens_per_second is not None), entries[0])
+    entries = [basis, *(entry for entry in entries if entry is not basis)]
     entries = _contended(_numbered(_named_shortly(entries)))
     baseline, *others = entries
     return Comparison(

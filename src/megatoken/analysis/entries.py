@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CPU_WAITS = ("CORE_WAIT", "DRIVER_CORE_WAIT")
 # Fields of an entry that a published row and the result of a run have under the same name.
 _OF_ROW = (
-    *("name", "source", "output_tokens_per_second", "division", "scenario", "precision", "accelerator"),
+    *("name", "source", "output_tokens_per_second", "round", "division", "scenario", "precision", "accelerator"),
     *("accelerators", "nodes", "output_tokens_per_sample", "measured_watts"),
 )
 _OF_RESULT = (
@@ -94,8 +94,21 @@ def accelerator_entry(reference: str, benchmark: str, scenario: str) -> Entry:
         source=f"MLPerf Inference {round or ', '.join(RESULTS)}",
         state="no data",
         output_tokens_per_second=None,
-        note=f"no published {benchmark} {scenario} result of {reference}: no data does not mean slower",
+        round=round or None,
+        scenario=scenario,
+        model=model_of(benchmark),
+        note=f"no published {benchmark} {scenario} result of {reference}: no data does not mean slower"
+        + _others(accelerator, scenario, round or None),
     )
+
+
+def _others(accelerator: str, scenario: str, round_: str | None) -> str:
+    """The benchmarks of which the accelerator has results in that scenario."""
+    rows = (row for row in published_results() if has_accelerator(row, accelerator) and round_ in (None, row.round))
+    names = dict.fromkeys(
+        row.benchmark for row in rows if row.is_of(row.benchmark, scenario) and row.output_tokens_per_second
+    )
+    return f"; published are {', '.join(names)} (--benchmark)" if names else ""
 
 
 def _is_published(accelerator: str) -> bool:

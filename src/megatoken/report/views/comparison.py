@@ -36,8 +36,24 @@ def comparison_view(document: Document) -> View:
         section("Figures", *_tables(rows)),
         section("Software", _software(document, rows)),
     )
-    answers = tuple(("", answer) for answer in _answers(document, [row.text("name") for row in rows]))
+    without = [row for row in rows if row.text("state") == "no data"]
+    answers = tuple(
+        ("", answer)
+        for answer in (
+            *_answers(document, [row.text("name") for row in rows]),
+            *(f"{row.text('name')}: {row.text('note')}" for row in without),
+            *_rounds(rows),
+        )
+    )
     return view(document, "comparison", [Points("", answers)] if answers else [], sections, KNOWN, notes_last=True)
+
+
+def _rounds(rows: list[Document]) -> Iterator[str]:
+    """Says that published rows are of different rounds of MLPerf."""
+    rounds = {row.text("name").partition(":")[0]: row.text("round") for row in rows if "round" in row}
+    if len(set(rounds.values())) > 1:
+        of = "; ".join(f"{name} is of {round_}" for name, round_ in rounds.items())
+        yield f"Rows of different rounds of MLPerf: {of}. For one round give, for example, GB200@v5.1"
 
 
 def _answers(document: Document, names: list[str]) -> Iterator[str]:
