@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.comparison import UNSTATED
 from megatoken.analysis.limits import Answer, within
 from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import accelerator_name, contentions, simulated_gpu
@@ -28,7 +29,7 @@ KNEE_RULE = (
     " latency grows by a larger factor than throughput"
 )
 SHOWN = ("name", "load_kind", "load_unit", "model", "precision", "data_set", "hostname", "points", "found")
-COMPARED = ("model", "precision", "data_set", "load", "ttft_limit_seconds", "tpot_limit_seconds")
+COMPARED = ("model", "precision", "data_set", "ttft_limit_seconds", "tpot_limit_seconds")  # and all of the load
 RATIOS = {
     "output": ("output_tokens_per_second", None),
     "ttft_p50": ("ttft_seconds", "p50"),
@@ -132,22 +133,28 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 f"{other['name']}: a sweep by {other['load_kind']}, and {first['name']} is one by"
                 f" {first['load_kind']}; compare sweeps of one kind"
             )
+    settings = {
+        document["name"]: {**{key: document[key] for key in COMPARED}, **document["load"]} for document in documents
+    }
     differing = {
-        key: {document["name"]: document[key] for document in documents}
-        for key in COMPARED
-        if any(document[key] != first[key] for document in documents)
+        key: {name: known.get(key) for name, known in settings.items()}
+        for key in settings[first["name"]]
+        if any(known.get(key) != settings[first["name"]][key] for known in settings.values())
     }
     return new_document(
         "sweep_comparison",
         title="Comparison of sweeps",
         inputs=[name for document in documents for name in document["inputs"]],
         notes=[
-            f"not like for like: {key.replace('_', ' ')} differs ({'; '.join(f'{n}: {v}' for n, v in values.items())})"
-            for key, values in differing.items()
+            f"not like for like: {key.replace('_', ' ')} differs ({_each(values)})" for key, values in differing.items()
         ],
         sweeps=[{key: document[key] for key in SHOWN} for document in documents],
         ratios=_ratios(documents),
     )
+
+
+def _each(values: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name}: {UNSTATED if value is None else value}" for name, value in values.items())
 
 
 def _ratios(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
