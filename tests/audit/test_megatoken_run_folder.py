@@ -210,3 +210,16 @@ def test_a_run_that_lost_replicas_has_the_numbers_of_a_finished_one(tmp_path):
     folder.finish({"verdict": "DEGRADED", "reasons": [{"code": "LOST_REPLICAS", "message": "one"}]})
     assert json.loads((folder.path / "result.json").read_text())["steady_window_seconds"] is not None
     assert "run_folder.metrics" not in grave(folder.path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("result.json", "requests.parquet", "series.parquet"), ("result.json", "environment.json"), ("requests.parquet",)],
+)
+def test_a_run_folder_whose_files_are_missing_is_not_taken_for_a_plain_folder_of_logs(run_folder, names):
+    for name in names:
+        (run_folder / name).unlink()
+    result = audit(run_folder)
+    [found] = [item.found for item in result.findings if item.id == "run_folder.whole"]
+    assert found == result.notes[0] and "a run folder of megatoken whose files are missing" in found
+    assert all(name in found for name in names) and result.exit_code == 3

@@ -8,7 +8,7 @@ from megatoken.analysis.sweep import COMPARED, SHOWN, compare_sweeps
 def sweep(name: str, **changed: Any) -> dict[str, Any]:
     """The document of a sweep without points."""
     load = {"arrivals": "poisson", "burstiness": None, "seed": 0, "source": None, "of": None, "stages": None}
-    document = {key: None for key in (*SHOWN, *COMPARED)}
+    document: dict[str, Any] = dict.fromkeys((*SHOWN, *COMPARED))
     document |= {"name": name, "load_kind": "rate", "model": "tiny", "inputs": [name], "points": []}
     of_load = {key: changed.pop(key) for key in list(changed) if key in load}
     return {**document, **changed, "load": {**load, **of_load}}

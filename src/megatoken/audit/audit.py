@@ -19,10 +19,13 @@ from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, 
 from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, process_steps
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.run_folder import (
+    check_lost_files,
     check_repeats,
     check_run_folder,
     check_seals,
     interruptions,
+    lost_files_in,
+    lost_files_note,
     owner,
     run_folders_in,
     without_result,
@@ -203,6 +206,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(_check_evidence(tree, evidence, submissions, claimed))
     for folder in run_folders:
         ledger.add(check_run_folder(tree, folder, evidence.runs))
+    ledger.add(check_lost_files(tree))
     ledger.add(check_seals(tree))
     ledger.add(check_repeats(tree))
     together = None
@@ -211,6 +215,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         together = _together(evidence)
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
     notes = (
+        *(lost_files_note(folder, missing) for folder, missing in lost_files_in(tree).items()),
         *_standing(evidence, together),
         *_notes(tree, evidence, claimed, interrupted, (len(files), len(endpoints), len(tools)), apart),
     )

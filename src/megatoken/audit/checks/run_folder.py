@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from megatoken.audit.folder import LOG, LOGGED, TABLES, RunFolder
 from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, mapping, plain, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
-from megatoken.runs.run import CONFIG, MLPERF, REQUESTS, RESULT, Verdict, read_run
+from megatoken.runs.run import CONFIG, ENVIRONMENT, MLPERF, REQUESTS, RESULT, SERIES, Verdict, read_run
 from megatoken.runs.seal import SEAL, SealState, seal_state
 from megatoken.text import count_of, natural
 
@@ -41,6 +42,28 @@ def without_result(tree: Tree) -> str | None:
         name.rstrip("/") for name in names if f"{name}{CONFIG}" in tree.files and f"{name}{RESULT}" not in tree.files
     )
     return min(lost, key=natural, default=None)
+
+
+def lost_files_in(tree: Tree) -> dict[str, list[str]]:
+    """Folders that look like run folders of megatoken of which files are missing, and the missing ones."""
+    names = (RESULT, CONFIG, ENVIRONMENT, REQUESTS, SERIES)
+    whole = set(run_folders_in(tree))
+    counts = Counter(path.rpartition("/")[0] for path in tree.files if path.rpartition("/")[2] in names)
+    lost = (folder for folder, count in counts.items() if count > 1 and folder not in whole)
+    return {folder: [one for one in names if below(folder, one) not in tree.files] for folder in lost}
+
+
+def lost_files_note(folder: str, missing: Sequence[str]) -> str:
+    """Says so in one line."""
+    where = f"{display(folder)} looks" if folder else "this looks"
+    return f"{where} like a run folder of megatoken whose files are missing: {', '.join(missing)}; copy it again"
+
+
+def check_lost_files(tree: Tree) -> Iterator[Observation]:
+    """Every folder that lacks files of a run folder; its logs alone are audited as those of any LoadGen."""
+    for folder, missing in lost_files_in(tree).items():
+        found = outcome(False, "a whole run folder", lost_files_note(folder, missing), places(folder))
+        yield from whole.observations(found)
 
 
 def owner(path: str, folders: Set[str]) -> str | None:
