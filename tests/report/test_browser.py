@@ -129,6 +129,18 @@ def test_latencies_of_microseconds_next_to_hours_are_not_cut_on_a_desktop(visit,
     assert tab.evaluate(f"{wide}.map(e => e.querySelector('caption').textContent)") == []
 
 
+def test_no_percentile_of_a_run_is_out_of_sight_on_a_phone(visit, make_run):
+    tab = visit(write_report(make_run(scenario="server")).as_uri(), "phone")
+    wide = (
+        "[...document.querySelectorAll('.scroll')].filter(e => !e.closest('details') && e.scrollWidth > e.clientWidth)"
+    )
+    assert tab.evaluate(f"{wide}.map(e => e.querySelector('caption').textContent)") == []
+    percentiles = tab.locator("table", has=tab.locator("caption", has_text="Percentiles")).first
+    right = percentiles.locator("td.number").last.bounding_box()
+    assert right["x"] + right["width"] <= SIZES["phone"][0]
+    assert "Formats." not in tab.locator("main").inner_text()
+
+
 def test_the_unit_of_a_buyers_answer_is_seen_on_a_phone(visit, tmp_path):
     plan = buy(Rate(accelerator="GB300"), Common(profile=("rag",)), FleetFlags(), seats=5000)
     tab = visit(save_document(plan.to_document(), tmp_path)[1].as_uri(), "phone")

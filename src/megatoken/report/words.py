@@ -12,7 +12,10 @@ LONGEST_TEXT = 2000
 # States whose numbers have three significant digits.
 WEAK = ("assumed", "nameplate", "estimate", "interrupted run", "invalid run")
 ACRONYMS = {
-    **{word: word.upper() for word in ("cpu", "cv", "fp4", "fp8", "gpu", "hbm", "id", "json", "kv", "nic", "pue")},
+    **{
+        word: word.upper()
+        for word in ("bf16", "cpu", "cv", "fp4", "fp8", "gpu", "hbm", "id", "json", "kv", "nic", "pue")
+    },
     **{word: word.upper() for word in ("pp", "qps", "slo", "sut", "tdp", "tp", "tpot", "ttft", "url", "vm")},
     "co2": "CO₂",
     "gpus": "GPUs",

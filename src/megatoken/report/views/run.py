@@ -47,7 +47,7 @@ from megatoken.report.views.goodput import goodput_blocks, limits_of
 from megatoken.report.views.limits import answer_badge, limits_table
 from megatoken.report.views.over_time import time_figures
 from megatoken.report.views.rate_search import search_answer, search_blocks
-from megatoken.report.words import plain_text
+from megatoken.report.words import plain_text, sentence
 from megatoken.runs.run import Run
 from megatoken.text import count_of, is_number, natural, number, precise
 
@@ -201,11 +201,21 @@ def _subject(run: Run) -> dict[str, Any]:
         "Data set": " · ".join(filter(None, (result.get("data_set"), rows and count_of(rows, "row")))),
         "CPU": _cpu(environment.get("cpu") or {}),
         "GPU": _gpus(run),
-        **{name.replace("_", " ").capitalize(): value for name, value in (result.get("target") or {}).items()},
+        **dict(_named(result.get("target") or {})),
         "LoadGen": None if _absent(run) else result.get("loadgen_version") or packages.get("mlcommons-loadgen"),
         "megatoken": packages.get("megatoken"),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _named(values: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by their names in words; those of a nested mapping one by one."""
+    for key, value in values.items():
+        name = f"{of} of {key.replace('_', ' ')}" if of else sentence(key)
+        if isinstance(value, Mapping):
+            yield from _named(value, name)
+        elif value:
+            yield name, plain_text(value) if isinstance(value, bool) else value
 
 
 def _changed_settings(run: Run) -> Block | None:
@@ -238,7 +248,7 @@ def _metrics(run: Run) -> Iterator[Table]:
     latencies = tuple((row.label, row.unit, *row.percentiles) for row in rows if row.percentiles)
     columns = (Column("Latency"), Column("Unit"), *(Column(name, numeric=True) for name in PERCENTILES))
     note = UNRELIABLE_NOTE if has_unreliable(rows) else ""
-    yield Table("Percentiles", columns, latencies, note=note)
+    yield Table("Percentiles", columns, latencies, stacked=True, note=note)
 
 
 def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:

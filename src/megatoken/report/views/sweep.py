@@ -117,7 +117,7 @@ def _found_table(document: Document) -> Table:
     unit = sweeps[0].text("load_unit") if sweeps else ""
     loads = (Column(name, unit, numeric=True) for name in ("Knee", "Within limits", "Peak"))
     heads = (*loads, Column("Output at peak", "tokens/s", numeric=True))
-    return Table("What the sweeps found", (Column("Sweep"), *heads), rows)
+    return Table("What the sweeps found", (Column("Sweep"), *heads), rows, stacked=True)
 
 
 def _reasons(document: Document) -> Iterator[tuple[str, str]]:
@@ -246,7 +246,8 @@ def _points_table(document: Document, sweep: Sweep) -> Table:
         Column("State"),
     )
     note = f"Load in {sweep.unit}; Output is {rate_unit([sweep])}; User is the rate of the median user's answer."
-    return Table("Points", columns, tuple(rows), note=f"{note} {UNRELIABLE_NOTE}" if _has_star(rows) else note)
+    note = f"{note} {UNRELIABLE_NOTE}" if _has_star(rows) else note
+    return Table("Points", columns, tuple(rows), stacked=True, note=note)
 
 
 def _state(point: Document) -> Cell:
@@ -265,7 +266,7 @@ def _latencies(sweep: Sweep) -> Table:
         if key in point
     )
     heads = (Column("Latency"), Column("Load", numeric=True), Column("Unit"))
-    return Table("Latencies", (*heads, *(Column(of, numeric=True) for of in PERCENTILES)), rows)
+    return Table("Latencies", (*heads, *(Column(of, numeric=True) for of in PERCENTILES)), rows, stacked=True)
 
 
 def _by_input(sweep: Sweep) -> Table:
@@ -281,7 +282,7 @@ def _by_input(sweep: Sweep) -> Table:
     )
     heads = (Column("Load", numeric=True), Column("Prompt", "tokens"), Column("Requests", numeric=True))
     columns = (*heads, *(Column(name, "ms", numeric=True) for name in PERCENTILES))
-    return Table("Time to first token by prompt length", columns, rows)
+    return Table("Time to first token by prompt length", columns, rows, stacked=True)
 
 
 def _stalls(sweep: Sweep) -> Table:
@@ -309,7 +310,7 @@ def _stalls(sweep: Sweep) -> Table:
         Column("Failed", numeric=True),
         Column("Without end", numeric=True),
     )
-    return Table("Stalls and requests without an end", columns, rows)
+    return Table("Stalls and requests without an end", columns, rows, stacked=True)
 
 
 def _repeats(document: Document) -> Table:
@@ -324,7 +325,7 @@ def _repeats(document: Document) -> Table:
     )
     heads = ("Geometric mean", "Low", "High")
     columns = (Column("Load", numeric=True), Column("Metric"), *(Column(head, numeric=True) for head in heads))
-    return Table("Repeats of each load, with 95 % confidence", columns, rows)
+    return Table("Repeats of each load, with 95 % confidence", columns, rows, stacked=True)
 
 
 def _over_time(sweep: Sweep) -> Iterator[Figure]:
