@@ -82,9 +82,10 @@ def test_an_environment_is_made_once_and_again_when_its_packages_change(
     made = stamp.stat().st_mtime_ns
     assert interpreter("bare", tmp_path) == python
     assert stamp.stat().st_mtime_ns == made
-    monkeypatch.setitem(ENVIRONMENTS, "bare", Environment(("pip",), constraints=("torch==1",), unwanted=()))
-    interpreter("bare", tmp_path)
-    assert constraints.read_text() == "torch==1\n"
+    monkeypatch.setitem(ENVIRONMENTS, "bare", Environment(("pip",), constraints=("torch==1",), python="false"))
+    with pytest.raises(subprocess.CalledProcessError, match="venv"):  # by a Python that makes none
+        interpreter("bare", tmp_path)
+    assert not stamp.exists()
 
 
 def test_wrong_lengths_names_the_request() -> None:

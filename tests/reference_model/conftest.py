@@ -16,5 +16,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported folder after some steps of the small size: far from any answer, but past the first words."""
     folder = tmp_path_factory.mktemp("reference") / "model"
     common = ("--output", str(folder), "--size", "small", "--workers", "1", "--eager")
-    run_tool("reference_model", *common, "--steps", "100")
+    run_tool("reference_model", *common, "--steps", "60")
     return folder

@@ -43,7 +43,6 @@ DECAY_SHARE = 0.5
 MUON_LEARNING_RATE = 0.02
 ADAM_LEARNING_RATE = 0.004
 EVALUATIONS = 12
-LOSS_STEPS = 50
 TOTALS = ("steps", "training_seconds", "rows", "tokens", "answer_tokens")  # of a record, earlier trainings included
 
 _LONGEST_ROW = LONGEST_PROMPT_TOKENS + LONGEST_ANSWER_TOKENS
@@ -60,6 +59,7 @@ class Size:
     layout_rows: int
     held_out_rows: int
     steps_per_shard: int
+    loss_steps: int  # in a point of the curve
 
 
 SIZES = {
@@ -71,6 +71,7 @@ SIZES = {
         layout_rows=8192,
         held_out_rows=2048,
         steps_per_shard=8,
+        loss_steps=50,
     ),
     "small": Size(
         Shape(64, 192, layers=2, heads=2, kv_heads=1, vocabulary_size=768),
@@ -80,6 +81,7 @@ SIZES = {
         layout_rows=1024,
         held_out_rows=32,
         steps_per_shard=8,
+        loss_steps=10,
     ),
 }
 
@@ -189,6 +191,7 @@ def _train(
     if options.compiled:
         model.compile_training()
     losses: list[Tensor] = []
+    loss_steps = SIZES[options.size].loss_steps
     curve: list[dict[str, float]] = []
     examined: list[dict[str, Any]] = []
     launched = started = time.monotonic()
@@ -231,13 +234,13 @@ def _train(
         adam.step()
         adam.zero_grad()
         losses.append(loss.detach())
-        if len(losses) == LOSS_STEPS:
+        if len(losses) == loss_steps:
             mean = float(torch.stack(losses).mean())
             losses.clear()
             curve.append({"step": step + 1, "loss": round(mean, 5)})
             if not math.isfinite(mean):
                 raise SystemExit(f"the loss is {mean} at step {step + 1}; lower the learning rates")
-            if (step + 1) % (10 * LOSS_STEPS) == 0 or step < 10 * LOSS_STEPS:
+            if (step + 1) % (10 * loss_steps) == 0 or step < 10 * loss_steps:
                 say(f"step {step + 1} {elapsed:.0f} s loss {mean:.4f} waited for data {shards.wait_seconds:.0f} s")
 
 
