@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from over_admission import expect_short_answers
 from test_scheduler import ACTION, SIZES, SimulatedEngine
 
-from examples import examples
+from examples import every, examples
 from megatoken.engine.fair_share import OUTPUT_TOKEN_COST, RESERVE
 from megatoken.engine.prefix_cache import extend_keys
 from megatoken.engine.prompt_limit import PromptLimit
@@ -167,9 +167,11 @@ def test_every_request_of_every_group_gets_its_tokens(sizes: dict, actions: list
     engine.drain()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 120), (4, 40), (16, 14)])
-def test_groups_under_pressure(lookahead: int, page_size: int, num_pages: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "num_pages", "lookahead"),
+    [(1, 120, 0), (4, 40, 1), (16, 14, 1), *every((1, 120, 1), (4, 40, 0), (16, 14, 0))],
+)
+def test_groups_under_pressure(page_size: int, num_pages: int, lookahead: int) -> None:
     random = np.random.default_rng(page_size)
     sizes = {"max_batched_tokens": 32, "max_sequences": 12, "page_size": page_size, "max_length": 80}
     engine = EngineOfGroups(lookahead, hopeful=True, num_pages=num_pages, **sizes)
@@ -223,11 +225,11 @@ def test_groups_that_always_wait_are_served_by_weight(kinds: list[tuple[float, i
 @given(
     flood=st.tuples(st.integers(1, 300), st.integers(1, 300)),
     light=st.tuples(st.integers(1, 30), st.integers(1, 10)),
-    every=st.integers(8, 40),
+    between=st.integers(8, 40),
     pages=st.integers(150, 400),
 )
 def test_a_flood_holds_another_group_up_for_two_steps_at_most(
-    flood: tuple[int, int], light: tuple[int, int], every: int, pages: int
+    flood: tuple[int, int], light: tuple[int, int], between: int, pages: int
 ) -> None:
     """The other group's requests fit into what is reserved for it, and take less than half of a step."""
     budget, sequences, size = 64, 32, 4
@@ -245,7 +247,7 @@ def test_a_flood_holds_another_group_up_for_two_steps_at_most(
             number += 1
         unfinished = sum(left > 0 for left in light_left.values())
         fits = (unfinished + 1) * math.ceil(sum(light) / size) <= pages // RESERVE and unfinished < sequences // RESERVE
-        if step % every == 0 and not asked and fits:
+        if step % between == 0 and not asked and fits:
             scheduler.add(number, *light, share=("light", 1.0))
             asked[number], light_left[number] = step, light[1]
             number += 1

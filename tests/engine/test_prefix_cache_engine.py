@@ -10,6 +10,7 @@ import pytest
 from engines import answers, assert_idle, drain, make_engine
 from over_admission import expect_short_answers
 
+from examples import every
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request
 from megatoken.engine.simulated import VirtualClock
 
@@ -53,8 +54,7 @@ def test_conversations_get_the_same_tokens_and_save_their_beginnings(directory: 
     assert on.processed_tokens == off.processed_tokens - on.prefix_cache_hits
 
 
-@BOTH
-@pytest.mark.parametrize("cache_tokens", [180, 320])
+@pytest.mark.parametrize(("cache_tokens", "overlap"), [(180, True), (320, False), *every((180, False), (320, True))])
 def test_cancellations_and_preemptions_in_between_change_no_token(
     directory: Path, overlap: bool, cache_tokens: int
 ) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_admission import expect_short_answers
 
-from examples import examples
+from examples import every, examples
 from megatoken.engine.page_forecast import PRIOR_TOKENS
 from megatoken.engine.request import FinishReason
 from megatoken.engine.scheduler import Scheduler
@@ -303,9 +303,11 @@ def test_every_request_gets_its_tokens_whatever_happens(sizes: dict, actions: li
     engine.drain()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 120), (4, 40), (16, 14)])
-def test_every_request_gets_its_tokens_under_pressure(lookahead: int, page_size: int, num_pages: int):
+@pytest.mark.parametrize(
+    ("page_size", "num_pages", "lookahead"),
+    [(1, 120, 1), (4, 40, 0), (16, 14, 1), *every((1, 120, 0), (4, 40, 1), (16, 14, 0))],
+)
+def test_every_request_gets_its_tokens_under_pressure(page_size: int, num_pages: int, lookahead: int):
     random = np.random.default_rng(page_size)
     engine = SimulatedEngine(
         lookahead,

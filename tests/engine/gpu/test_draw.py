@@ -8,6 +8,7 @@ import torch
 from gpu_kernels import BF16, DEVICE, MARKS, assert_same_bits, full_size, normal
 from torch import Tensor
 
+from examples import every
 from megatoken.engine.active_request import ActiveRequest, activate
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import NO_TOKEN
@@ -29,9 +30,13 @@ def bounds(logits_V: Tensor, temperature: float, drawn: int) -> tuple[float, flo
     return float(cumulative[drawn - 1]) if drawn else 0.0, float(cumulative[drawn])
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("rows", [3, full_size(1500)])
-@pytest.mark.parametrize("width", [5, CHUNK, 3 * CHUNK + 17, full_size(201_088)])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(5, BF16), (CHUNK, torch.float32), (3 * CHUNK + 17, BF16)]
+    + [*every((5, torch.float32), (CHUNK, BF16), (3 * CHUNK + 17, torch.float32))]
+    + [full_size(201_088, dtype) for dtype in (BF16, torch.float32)],
+)
 def test_a_number_draws_the_token_that_it_falls_on(width: int, rows: int, dtype: torch.dtype) -> None:
     """Up to the rounding of fp32; also from a subset of the rows, and with numbers at both ends."""
     logits_SV = normal(2 * rows, width, seed=1, spread=3.0, dtype=dtype)
