@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_folder_fields import OPTIONS, Edit, edited, in_result, made
+from test_run_folder_fields import OPTIONS, TINY, Edit, edited, in_result, made
 
 from cli_support import TIMEOUT_SECONDS, started
 from megatoken.audit import Severity, audit
 from megatoken.errors import UsageError
 from megatoken.runs.run import read_run
 
-OPTIONS_OF_SOAK = ("--model", "tiny", "--engine.max_sequences", 4, "--duration", "1h", *OPTIONS)
+FEW = (*TINY, "--engine.max_sequences", 4)  # so that it drains soon
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
-    kill_in_segment(1, out, "--out", out, *OPTIONS_OF_SOAK)
+    kill_in_segment(1, out, "--out", out, *FEW, "--duration", "1h", *OPTIONS)
     (path,) = out.glob("2*")
     kill_in_segment(2, out, "--resume", path)
     return path
@@ -28,7 +28,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory, "soak", "--model", "tiny", "--duration", "2s")
+    return made(tmp_path_factory, "soak", *FEW, "--duration", "2s")
 
 
 def kill_in_segment(number: int, out: Path, *flags: object) -> None:
