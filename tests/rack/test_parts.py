@@ -247,11 +247,11 @@ def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
     rig.add(1)
     target = RackTarget(rig.hub, {})
     began_ns = time.monotonic_ns()
-    for number in range(400):
+    for number in range(120):
         target.submit(number, Request([3, 5, number], 10 + number % 21, ignore_end_token=True))
-    last = run_to_the_end(target, 400, {5: lambda: rig.hub.unregister(1, "taken out")})
-    lengths = [10 + number % 21 for number in range(400)]
-    assert [last[number].output_tokens for number in range(400)] == lengths
+    last = run_to_the_end(target, 120, {5: lambda: rig.hub.unregister(1, "taken out")})
+    lengths = [10 + number % 21 for number in range(120)]
+    assert [last[number].output_tokens for number in range(120)] == lengths
     outcome = target.outcome(began_ns)
     (reason,) = lost_replicas(outcome)
     assert reason["message"] == "1 of 2 replicas left at the lowest (50.0 %), 1 at the end; lost: 1 on n1 (taken out)"
