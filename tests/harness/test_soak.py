@@ -79,11 +79,11 @@ def check_whole(run: Run, duration: float) -> None:
 
 @pytest.mark.timing
 def test_a_soak_keeps_the_target_full_for_its_time_and_is_judged(tmp_path: Path, load: list[object]) -> None:
-    code, out, err = call_here("soak", "--duration", "14s", *load, "--json", "--out", tmp_path)
+    code, out, err = call_here("soak", "--duration", "8s", *load, "--json", "--out", tmp_path)
     printed = json.loads(out)
     run = read_run(Path(printed["run_folder"]))
     assert code == run.verdict.exit_code, err
-    check_whole(run, 14.0)
+    check_whole(run, 8.0)
     assert run.result["soak"]["interruptions"] == []
     moments = [run.result[name] for name in ("created_at", "started_at", "ended_at")]
     assert {text[-1] for text in (*moments, run.result["soak"]["segments"][0]["started_at"])} == {"Z"}
@@ -96,10 +96,10 @@ def test_a_soak_keeps_the_target_full_for_its_time_and_is_judged(tmp_path: Path,
     assert all(sorted(one) == list(range(ROWS)) for one in passes)
     assert passes[0] != passes[1]
 
-    during = [row for row in run.series.to_pylist() if 1 < row["elapsed_seconds"] < 14]
+    during = [row for row in run.series.to_pylist() if 1 < row["elapsed_seconds"] < 8]
     assert min(row["in_flight"] for row in during) >= POPULATION - 4  # a step may end all four
     # What waited when the time was over is not begun: two steps may take in four each before that is known.
-    assert sum(at > 14 for at in run.requests["started_seconds"].to_pylist()) <= 8
+    assert sum(at > 8 for at in run.requests["started_seconds"].to_pylist()) <= 8
     assert run.result["samples_failed"] == 0
     assert run.result["output_tokens"] == run.series["output_tokens"].to_pylist()[-1]
     page = (run.path / "report.html").read_text()
