@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli_support import call_here, write_lines
+from megatoken.audit import Severity, audit
 
 ANSWERS = 40
 SERVER = """
@@ -80,3 +81,4 @@ def test_a_server_that_ends_is_named_with_its_last_words(tmp_path: Path, ending:
         assert words in line
     assert out.index("FAILED_SAMPLES") < out.index("SERVER_FAILED") < out.index("Note:")
     assert how in (folder / "report.html").read_text() and "replicas" not in out
+    assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []

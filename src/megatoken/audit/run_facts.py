@@ -247,10 +247,11 @@ def counts(folder: RunFolder) -> Iterator[str]:
     if result.get("mode") != "performance" or log is None or figures is None:
         return
     tokens, samples = result.get("output_tokens"), result.get("samples_completed")
+    failed = result.get("samples_failed") or 0  # LoadGen issued them, and counts them
     if figures.output_tokens is not None and isinstance(tokens, int):
         counted = tokens - (result.get("samples_without_tpot") or 0)
-        if samples != figures.samples_issued:
-            yield f"{samples} samples, LoadGen {figures.samples_issued}"
+        if not isinstance(samples, int) or samples + failed != figures.samples_issued:
+            yield f"{samples} samples and {failed} failed ones, LoadGen {figures.samples_issued}"
         if abs(counted - figures.output_tokens) > RATE_ERROR * max(tokens, 1):
             yield f"{counted:,} tokens of answers of more than one, LoadGen {figures.output_tokens:,.0f}"
     last = Samples.of(run.requests).last
