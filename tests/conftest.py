@@ -34,16 +34,10 @@ settings.register_profile(
 settings.load_profile("any-machine")
 
 LONGEST = (
-    *(
-        "serve/test_load_tools.py",
-        "rack/",
-        "test_cli_run.py",
-        "accuracy/test_gate.py",
-        "harness/test_scenarios.py",
-        "submission/",
-    ),
-    *("accuracy/test_compliance_run.py", "audit/test_run_folder_fields.py", "reference_model/", "harness/test_soak.py"),
-    *("harness/", "audit/", "test_docs.py", "test_cli_generate.py"),
+    *("serve/test_load_tools.py", "rack/", "submission/", "test_cli_run.py", "audit/test_run_folder_fields.py"),
+    *("harness/test_scenarios.py", "serve/test_processes.py", "serve/test_serve_rack.py", "accuracy/test_gate.py"),
+    *("reference_model/", "hardware/qualify/test_session.py", "audit/test_parallel.py", "harness/test_soak.py"),
+    *("accuracy/test_compliance_run.py", "test_cli_generate.py", "harness/", "audit/", "test_docs.py"),
 )
 """How the paths of the files that take longest begin, the longest first."""
 TOGETHER = ("tests/rack/", "tests/submission/")
