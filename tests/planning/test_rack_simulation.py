@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -46,6 +48,14 @@ def published(gpu: str, precision: str, rows: int, *, sequences: int = 2048, **s
 def rate_of(rack: Rack, mean_output: float, seconds: int) -> float:
     [run] = simulate_rack(rack, mlperf_lengths(mean_output), seconds=examples(seconds))
     return run.output_tokens_per_second
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collections() -> Iterator[None]:
+    """As in a process that simulates: collections would visit all that other tests have left in this one."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
