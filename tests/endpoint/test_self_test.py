@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from megatoken.analysis.statistics import Samples
 from megatoken.harness.result import saturated_client
 from megatoken.runs.tables import SampleRow, to_table
-from megatoken.targets.endpoint.self_test import process_capacity
+from megatoken.targets.endpoint.self_test import frame_server, process_capacity
 
 
 def test_capacity_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +23,21 @@ def test_capacity_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert process_capacity().requests_per_second == 1.0
     file.write_text("{oops")
     assert process_capacity().requests_per_second > 500
+
+
+def test_a_client_that_resets_its_connection_leaves_the_server_to_the_next() -> None:
+    with frame_server(4, interval=0.01) as address:
+        for asked in (b"", b'POST / HTTP/1.1\r\n\r\n{"stream": true}'):
+            gone = socket.create_connection((address.host, address.port))
+            gone.sendall(asked)
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
+            gone.close()
+        with socket.create_connection((address.host, address.port), timeout=10) as next_one:
+            next_one.sendall(b'POST / HTTP/1.1\r\n\r\n{"stream": true}')
+            received = b""
+            while b"[DONE]" not in received:
+                received += next_one.recv(1 << 16)
+        assert received.count(b"data: ") == 5
 
 
 def test_a_saturated_client_says_how_many_processes_and_hosts_the_load_takes() -> None:

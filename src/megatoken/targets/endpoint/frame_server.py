@@ -47,10 +47,17 @@ def serve(listening: socket.socket, frames: int, per_write: int, interval: float
     connections: dict[int, socket.socket] = {}
     left: dict[socket.socket, int] = {}
     due = time.monotonic()
+
+    def drop(connection: socket.socket) -> None:
+        poll.unregister(connection)
+        del connections[connection.fileno()]
+        left.pop(connection, None)
+        connection.close()
+
     while True:
         for descriptor, _ in poll.poll(0 if left else 1):
             if descriptor == listening.fileno():
-                with suppress(BlockingIOError):
+                with suppress(BlockingIOError, ConnectionError):
                     while True:
                         connection, _ = listening.accept()
                         connection.setblocking(True)
@@ -59,23 +66,29 @@ def serve(listening: socket.socket, frames: int, per_write: int, interval: float
                         poll.register(connection, select.EPOLLIN)
                 continue
             connection = connections[descriptor]
-            data = connection.recv(1 << 16)
-            if not data:
-                poll.unregister(descriptor)
-            elif b'"stream": true' in data:
-                connection.sendall(_STREAM)
-                left[connection] = frames // per_write
-            else:
-                connection.sendall(reply)
+            try:
+                data = connection.recv(1 << 16)
+                if b'"stream": true' in data:
+                    connection.sendall(_STREAM)
+                    left[connection] = frames // per_write
+                elif data:
+                    connection.sendall(reply)
+                else:
+                    drop(connection)
+            except ConnectionError:  # a client that ends resets what it has open; the next one is served
+                drop(connection)
         if time.monotonic() < due:
             time.sleep(1e-4)
             continue
         due = max(due + interval, time.monotonic())
         for connection in list(left):
             left[connection] -= 1
-            connection.sendall(burst if left[connection] else last)
-            if not left[connection]:
-                del left[connection]
+            try:
+                connection.sendall(burst if left[connection] else last)
+                if not left[connection]:
+                    del left[connection]
+            except ConnectionError:
+                drop(connection)
 
 
 def main() -> None:
@@ -90,8 +103,7 @@ def main() -> None:
         os._exit(0)
 
     threading.Thread(target=end, daemon=True).start()
-    with suppress(ConnectionError):
-        serve(listening, frames, per_write, interval)
+    serve(listening, frames, per_write, interval)
 
 
 if __name__ == "__main__":
