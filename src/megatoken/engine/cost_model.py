@@ -67,7 +67,8 @@ SUM_SECONDS, SUM_SECONDS_OF_RANK, SUM_LINK_SHARE = 4e-6, 1.25e-6, 0.71
 share of the link. By hand, from two and four H200 and 256 tokens on (``h200x*-collectives-*.json``); assumed for
 schemes without the fused all-reduce, which NCCL sums."""
 WIDE_SUM_ELEMENTS, WIDE_SUM_LINK_SHARE = 32_768, 0.57
-"""The share where all ranks' parts of a token are more elements than that: measured of four ranks, 16,384 wide."""
+"""The share where all ranks' parts of a token are more elements than that: measured of four ranks, 16,384 wide,
+and assumed of all else that is as wide."""
 GATHER_SECONDS, GATHER_LINK_SHARE = 19e-6, 0.787
 """The same for gathers by NCCL, from its sums of 16 KB and 1 GB over four H200, which move twice as many bytes."""
 
