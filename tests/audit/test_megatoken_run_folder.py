@@ -212,6 +212,12 @@ def test_a_run_that_lost_replicas_has_the_numbers_of_a_finished_one(tmp_path):
     assert "run_folder.metrics" not in grave(folder.path)
 
 
+def test_files_that_other_programs_write_too_make_no_run_folder(run_folder):
+    for name in ("requests.parquet", "series.parquet", "environment.json"):
+        (run_folder / name).unlink()
+    assert not [item for item in audit(run_folder).findings if item.id == "run_folder.whole"]
+
+
 @pytest.mark.parametrize(
     "names",
     [("result.json", "requests.parquet", "series.parquet"), ("result.json", "environment.json"), ("requests.parquet",)],

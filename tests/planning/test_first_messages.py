@@ -40,6 +40,12 @@ def test_energy_and_buy_name_what_they_need(run):
     flags = message.split("for example: ")[1].split()
     code, out, _ = call_here("plan", *order, *flags)
     assert code == 0 and "3 nodes, 3 accelerators," in out
+    of_system = ("buy", "--tokens-per-second", 20, "--per", "system", "--seats", 5, "--profile", "rag")
+    for given in ((), ("--rent", 0.3), ("--accelerators", 2)):
+        message = refusal(*of_system, *given)
+        flags = message.split("for example: ")[1].split()
+        assert not set(map(str, given[::2])) & set(flags)
+        assert call_here("plan", *of_system, *given, *flags)[0] == 0
 
 
 def test_a_purchase_says_next_to_its_price_how_little_it_is_used():

@@ -21,3 +21,5 @@ def test_each_setting_that_differs_is_named_and_unknown_ones_are_not_stated():
         "not like for like: burstiness differs (a: not stated; b: 0.5)",
     ]
     assert compare_sweeps([sweep("a"), sweep("b")])["notes"] == []
+    same_name = compare_sweeps([sweep("a"), sweep("a", model="small")])["notes"]
+    assert same_name == ["not like for like: model differs (a (1): tiny; a (2): small)"]

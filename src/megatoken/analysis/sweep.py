@@ -133,13 +133,12 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 f"{other['name']}: a sweep by {other['load_kind']}, and {first['name']} is one by"
                 f" {first['load_kind']}; compare sweeps of one kind"
             )
-    settings = {
-        document["name"]: {**{key: document[key] for key in COMPARED}, **document["load"]} for document in documents
-    }
+    settings = [{**{key: document[key] for key in COMPARED}, **document["load"]} for document in documents]
+    labels = _labels(documents)
     differing = {
-        key: {name: known.get(key) for name, known in settings.items()}
-        for key in settings[first["name"]]
-        if any(known.get(key) != settings[first["name"]][key] for known in settings.values())
+        key: {label: known.get(key) for label, known in zip(labels, settings, strict=True)}
+        for key in settings[0]
+        if any(known.get(key) != settings[0][key] for known in settings)
     }
     return new_document(
         "sweep_comparison",
@@ -151,6 +150,12 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sweeps=[{key: document[key] for key in SHOWN} for document in documents],
         ratios=_ratios(documents),
     )
+
+
+def _labels(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the sweeps, with their place where several have one name."""
+    names = [document["name"] for document in documents]
+    return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
 
 
 def _each(values: Mapping[str, Any]) -> str:

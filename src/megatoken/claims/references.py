@@ -25,7 +25,7 @@ from megatoken.runs.run import Run, read_run
 Reader = Callable[[Path], Evidence]
 
 
-LEFT_OUT = "left out, because it cannot be read: "
+LEFT_OUT = "left out: "
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")

@@ -67,14 +67,16 @@ def report(
     chosen = read_repeats_in(baseline) if baseline is not None else []
     damaged: list[str] = []
     for path in paths:
+        of_path: list[str] = []
         try:
-            for page in write_reports(path, out, baseline=chosen, damaged=damaged):
+            for page in write_reports(path, out, baseline=chosen, damaged=of_path):
                 with standard_output(f"the page is {page}"):
                     print(page)
         except UsageError as error:
             if len(paths) == 1 or not run_folders(path):
                 raise
-            damaged.append(str(error))
+            of_path.append(str(error))
+        damaged += of_path
     if chosen:
         return _check(paths, chosen)
     return complain_of(damaged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def find_rate(session: TestSession, first_rate: float) -> Path:
     with StopSignals() as stop:
         folder = session.create_folder(config, settings, config.out, stop=stop)
         with interrupted_by_errors(folder, session.progress):
-            session.progress.note(_estimate(first_rate, *full_length(settings)))
+            session.progress.note(_estimate(first_rate, *full_length(settings), config.probe_seconds))
             prober = _Prober(session, folder, stop)
             goal = Goal(limits, prober.full_length, settings.seeds.schedule, config.probe_seconds)
 
@@ -72,14 +73,15 @@ def find_rate(session: TestSession, first_rate: float) -> Path:
     return folder.path
 
 
-def _estimate(rate: float, samples: int, seconds: float) -> str:
+def _estimate(rate: float, samples: int, seconds: float, probe_seconds: float | None) -> str:
     """How long the search is likely to take, before it starts."""
-    probe = min(seconds, max(SHORTEST_PROBE_SECONDS, PROBE_SAMPLES / rate))
+    probe = min(seconds, probe_seconds or max(SHORTEST_PROBE_SECONDS, PROBE_SAMPLES / rate))
     least, most = (
         duration(seconds * lengths + probe * probes)
         for lengths, probes in zip(FULL_LENGTHS, PROBES_BEFORE, strict=True)
     )
-    hint = f"; for a first look give --min-duration {QUICK_SECONDS}" if seconds > 2 * QUICK_SECONDS else ""
+    quick = seconds > 2 * QUICK_SECONDS and too_few(rate, math.floor(rate * QUICK_SECONDS), QUICK_SECONDS) is None
+    hint = f"; for a first look give --min-duration {QUICK_SECONDS}" if quick else ""
     return (
         f"the search is likely to take {least} to {most}: probes of about {probe:.0f} s, then runs of {seconds:.0f} s,"
         f" {count_of(samples, 'sample')} at {precise(rate)} samples/s{hint}"

@@ -110,7 +110,8 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     throughput, system = supply.throughput, supply.system
     per_node = supply.accelerators_per_node or (throughput.accelerators if throughput.scope == "node" else None)
     if throughput.accelerators is None or per_node is None or system is None:
-        raise UsageError(_unknown_hardware(throughput, per_node))
+        priced = system is not None and (system.rented or system.power is not None)
+        raise UsageError(_unknown_hardware(throughput, per_node, priced=priced))
     priced = price(throughput, assumptions)
     derated = derating(throughput, assumptions, order.factors)
     served = Served(profile, throughput, priced, derated, assumptions)
@@ -125,7 +126,7 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     used = assumptions.but(UTILISATION, max(utilisation, assumptions.entries[UTILISATION].minimum or 0.0))
     hour = accelerator_hour(system, used)
     if hour is None:
-        raise UsageError(_unknown_hardware(throughput, per_node))
+        raise UsageError(_unknown_hardware(throughput, per_node, priced=False))
     dollars, _, inputs = hour
     stored = {"read_tokens": profile.read_tokens(0.0), "written_tokens": profile.written_tokens}
     growing = monthly * interaction_dollars(
@@ -157,16 +158,20 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     return Answer(values, served, tuple(dict.fromkeys(every)), (*throughput.notes, *price_notes(system, assumptions)))
 
 
-def _unknown_hardware(throughput: Throughput, per_node: int | None) -> str:
-    """All that an order lacks, in one line."""
-    missing = []
-    if throughput.accelerator is None:
-        missing.append("--accelerator, such as GB300, or for any other machine --rent, dollars an hour for each")
+def _unknown_hardware(throughput: Throughput, per_node: int | None, *, priced: bool) -> str:
+    """All that an order lacks, in one line, and flags that would do."""
+    missing, example = [], []
+    if not priced:
+        other = "--accelerator, such as GB300, or for any other machine " * (throughput.accelerator is None)
+        missing.append(f"{other}--rent, dollars an hour for each accelerator")
+        example.append("--rent 0.2")
     if throughput.accelerators is None:
         missing.append("--accelerators, how many make that rate (1 for a machine without any)")
-    elif per_node is None:
+        example.append("--accelerators 1")
+    if per_node is None and throughput.scope != "node":
         missing.append("--accelerators-per-node")
-    return f"the hardware is unknown; pass {', and '.join(missing)}; for example: --accelerators 1 --rent 0.2"
+        example.append(f"--accelerators-per-node {throughput.accelerators or 1}")
+    return f"the hardware is unknown; pass {', and '.join(missing)}; for example: {' '.join(example)}"
 
 
 def _site_kwh(system: System, assumptions: Assumptions, systems: float) -> float | None:

@@ -262,7 +262,8 @@ def _example(kind: str, rate: Rate, flags: str) -> str:
     elif rate.run is not None:
         of = shlex.quote(str(rate.run))
     else:
-        of = f"--tokens-per-second {rate.tokens_per_second:g} --per {rate.per}"
+        of = f"--tokens-per-second {rate.tokens_per_second!r} --per {rate.per}"
+        of += f" --counted {rate.counted}" if rate.counted else ""
     return f"megatoken plan {kind} {of} {flags}"
 
 

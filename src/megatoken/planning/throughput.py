@@ -284,7 +284,7 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, An
 def check_positive(name: str, value: float, example: str) -> None:
     """Refuses a number that is not positive or has an impossible size; ``example`` is a good one. Raises UsageError."""
     if not 1 / LARGEST_NUMBER <= value <= LARGEST_NUMBER:
-        limits = f"above 0, at most {LARGEST_NUMBER:g}" if value > 0 else "above 0"
+        limits = f"from {1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}" if value > 0 else "above 0"
         raise UsageError(f"{name}: expected a number {limits}, such as {name} {example}, got {value:g}")
 
 

@@ -49,7 +49,12 @@ def lost_files_in(tree: Tree) -> dict[str, list[str]]:
     names = (RESULT, CONFIG, ENVIRONMENT, REQUESTS, SERIES)
     whole = set(run_folders_in(tree))
     counts = Counter(path.rpartition("/")[0] for path in tree.files if path.rpartition("/")[2] in names)
-    lost = (folder for folder, count in counts.items() if count > 1 and folder not in whole)
+    own = (ENVIRONMENT, REQUESTS, SERIES)  # other programs write a config.yaml and a result.json too
+    lost = (
+        folder
+        for folder, count in counts.items()
+        if count > 1 and folder not in whole and any(below(folder, one) in tree.files for one in own)
+    )
     return {folder: [one for one in names if below(folder, one) not in tree.files] for folder in lost}
 
 

@@ -26,6 +26,7 @@ class Failures:
     def __init__(self, server_end: Callable[[], ServerEnd | None]) -> None:
         """``server_end`` says how the started server ended; None while it runs, or if the run started none."""
         self._server_end = server_end
+        self._end: ServerEnd | None = None  # asked for about once a second, and its log may be long
         self.begin()
 
     def begin(self) -> None:
@@ -48,7 +49,7 @@ class Failures:
         """All of it for ``result.json``, times from ``since_ns`` on; None if nothing failed."""
         if not self._messages:
             return None
-        end = self._server_end()
+        end = self._end = self._end or self._server_end()
         return {
             "at_seconds": (self._first_ns - since_ns) / 1e9,
             "answers_before": self._answers_before,

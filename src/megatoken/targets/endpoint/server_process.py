@@ -19,6 +19,7 @@ from megatoken.targets.endpoint.failures import ServerEnd
 LOOK_SECONDS = 0.2
 STOP_SECONDS = 20.0
 SHOWN_LINES = 3
+READ_BYTES = 65_536  # of the end of a log, which may be long
 
 
 @contextmanager
@@ -89,7 +90,12 @@ def end_of(process: subprocess.Popen[bytes], log: Path) -> ServerEnd | None:
 
 
 def _last_lines(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()[-SHOWN_LINES:]
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - READ_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()[-SHOWN_LINES:]
+    except OSError as error:
+        return f"no log ({error.strerror})"
     return " / ".join(line.strip()[:200] for line in lines) or "no output"
 
 
