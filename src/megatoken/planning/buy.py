@@ -110,8 +110,8 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     throughput, system = supply.throughput, supply.system
     per_node = supply.accelerators_per_node or (throughput.accelerators if throughput.scope == "node" else None)
     if throughput.accelerators is None or per_node is None or system is None:
-        priced = system is not None and (system.rented or system.power is not None)
-        raise UsageError(_unknown_hardware(throughput, per_node, priced=priced))
+        known = system is not None and (system.rented or system.power is not None)
+        raise UsageError(_unknown_hardware(throughput, per_node, priced=known))
     priced = price(throughput, assumptions)
     derated = derating(throughput, assumptions, order.factors)
     served = Served(profile, throughput, priced, derated, assumptions)
