@@ -206,7 +206,8 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(_check_evidence(tree, evidence, submissions, claimed))
     for folder in run_folders:
         ledger.add(check_run_folder(tree, folder, evidence.runs))
-    ledger.add(check_lost_files(tree))
+    lost = lost_files_in(tree)
+    ledger.add(check_lost_files(lost))
     ledger.add(check_seals(tree))
     ledger.add(check_repeats(tree))
     together = None
@@ -215,7 +216,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         together = _together(evidence)
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
     notes = (
-        *(lost_files_note(folder, missing) for folder, missing in lost_files_in(tree).items()),
+        *(lost_files_note(folder, missing) for folder, missing in lost.items()),
         *_standing(evidence, together),
         *_notes(tree, evidence, claimed, interrupted, (len(files), len(endpoints), len(tools)), apart),
     )

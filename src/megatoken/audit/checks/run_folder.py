@@ -64,9 +64,9 @@ def lost_files_note(folder: str, missing: Sequence[str]) -> str:
     return f"{where} like a run folder of megatoken whose files are missing: {', '.join(missing)}; copy it again"
 
 
-def check_lost_files(tree: Tree) -> Iterator[Observation]:
-    """Every folder that lacks files of a run folder; its logs alone are audited as those of any LoadGen."""
-    for folder, missing in lost_files_in(tree).items():
+def check_lost_files(lost: Mapping[str, Sequence[str]]) -> Iterator[Observation]:
+    """Every folder of ``lost_files_in``; its logs alone are audited as those of any LoadGen."""
+    for folder, missing in lost.items():
         found = outcome(False, "a whole run folder", lost_files_note(folder, missing), places(folder))
         yield from whole.observations(found)
 
