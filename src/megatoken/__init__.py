@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         GrammarKind,
         Request,
         Sampling,
+        Thought,
         TokenEvent,
         TokenLogprobs,
     )
@@ -38,6 +39,7 @@ __all__ = [
     "GrammarKind",
     "Request",
     "Sampling",
+    "Thought",
     "TokenEvent",
     "TokenLogprobs",
     "__version__",

@@ -9,12 +9,23 @@ import sys
 import time
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engines import assert_idle, drain, make_engine, request
 
-from megatoken.engine import Engine, EngineConfig, EngineThread, FinishReason, Grammar, GrammarKind, Request, Sampling
+from megatoken.engine import (
+    Engine,
+    EngineConfig,
+    EngineThread,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Request,
+    Sampling,
+    Thought,
+)
 from megatoken.engine import grammar as grammar_module
 from megatoken.engine import sampling as sampling_module
 from megatoken.errors import RequestError
@@ -253,3 +264,40 @@ def test_equal_grammars_are_compiled_once(engine: Engine) -> None:
     assert engine._grammars._kept[grammar] is compiled
     assert first.adjustments is not None and again.adjustments is not None
     assert first.adjustments.guide is not again.adjustments.guide
+
+
+@pytest.mark.parametrize(
+    ("answer", "form"),
+    [
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["yes"]}'), '"yes"'),
+        (Grammar(GrammarKind.JSON_OBJECT), r"\{.*"),
+        (Grammar(GrammarKind.REGEX, "[a-c]{3}"), "[a-c]{3}"),
+        (Grammar(GrammarKind.EBNF, "root ::= [a-c] [a-c] [a-c]"), "[a-c]{3}"),
+        (Grammar(GrammarKind.EBNF, 'start: "yes" | "no"'), "yes|no"),
+        (Grammar(GrammarKind.ANY), ".*"),
+    ],
+)
+@pytest.mark.parametrize("begin", [None, 7])
+def test_an_answer_begins_after_a_thought_with_a_limit(
+    engine: Engine, answer: Grammar, form: str, begin: int | None
+) -> None:
+    """The end of the thought is forced; the model's end token, which it likes best, does not end it."""
+
+    def generated(most: int, bias: dict[int, float]) -> list[int]:
+        grammar = replace(answer, thought=Thought(9, begin, most))
+        return engine.generate([guided(3, grammar, sampling=Sampling(logit_bias=bias | {2: 50.0, 9: -50.0}))])[
+            0
+        ].token_ids
+
+    assert engine.tokenizer is not None
+    for most in (0, 1, 5):
+        token_ids = generated(most, {} if begin is None else {begin: 100.0})
+        if begin is not None:
+            assert token_ids.pop(0) == begin
+        assert token_ids.index(9) == most and 2 not in token_ids[:most]
+        if begin is None:
+            text = engine.tokenizer.decode(token_ids[most + 1 :]).strip()
+            assert re.fullmatch(form, text, re.DOTALL), text
+    if begin is not None:  # the model may answer at once
+        token_ids = generated(5, {begin: -50.0})
+        assert begin not in token_ids and re.fullmatch(form, engine.tokenizer.decode(token_ids).strip(), re.DOTALL)

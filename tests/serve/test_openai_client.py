@@ -195,3 +195,17 @@ def test_errors_are_typed(client: OpenAI) -> None:
         client.responses.create(model=MODEL, input=DATES, previous_response_id="resp_1")
     with pytest.raises(openai.BadRequestError, match="store: not supported"):
         client.responses.create(model=MODEL, input=DATES, store=True)
+
+
+def test_a_continued_message_is_echoed(client: OpenAI) -> None:
+    begun = [*ask(), {"role": "assistant", "content": ANSWER[:4]}]
+    body = {"continue_final_message": True, "add_generation_prompt": False}
+    settings = {"model": MODEL, "messages": begun, "temperature": 0}
+    plain = client.chat.completions.create(**settings, extra_body=body).choices[0].message.content
+    assert plain == ANSWER[4:]
+    echoed = client.chat.completions.create(**settings, extra_body={**body, "echo": True})
+    assert echoed.choices[0].message.content == ANSWER
+    chunks = client.chat.completions.create(**settings, extra_body={**body, "echo": True}, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+    new = client.chat.completions.create(model=MODEL, messages=ask(), temperature=0, extra_body={"echo": True})
+    assert new.choices[0].message.content == ANSWER

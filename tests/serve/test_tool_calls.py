@@ -17,6 +17,7 @@ from megatoken.serve.tool_calls import (
     NamedParser,
     ToolFormat,
     call_parser,
+    first_call_only,
     forced_parser,
     forced_schema,
     whole_parts,
@@ -186,3 +187,10 @@ def test_the_schema_of_forced_calls() -> None:
     assert schema["$defs"] == {"0": moved, "1": {"type": "object"}}
     assert second["properties"]["parameters"] == {"$ref": "#/$defs/1"}
     json.dumps(schema)
+
+
+def test_one_call_at_most_where_a_request_says_so() -> None:
+    parser = hermes()
+    calls = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2
+    parts = whole_parts(first_call_only([*parser.add(f"one {calls} two"), *parser.end()]))
+    assert [part if isinstance(part, str) else part.arguments for part in parts] == ["one ", '{"a": 1}', "two"]  # type: ignore[union-attr]

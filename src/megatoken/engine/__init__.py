@@ -9,6 +9,7 @@ from megatoken.engine.request import (
     GrammarKind,
     Request,
     Sampling,
+    Thought,
     TokenEvent,
     TokenLogprobs,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "ReplicaState",
     "Request",
     "Sampling",
+    "Thought",
     "TokenEvent",
     "TokenLogprobs",
 ]

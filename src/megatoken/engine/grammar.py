@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.engine.config import ModelConfig
-from megatoken.engine.request import Grammar, GrammarKind, Request
+from megatoken.engine.request import Grammar, GrammarKind, Request, Thought
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import RequestError, how_to_install
 
@@ -192,8 +192,12 @@ class Grammars:
                     text = matcher_class.grammar_from_json_schema(grammar.text, JSON_OPTIONS)
                 case GrammarKind.REGEX:
                     text = matcher_class.grammar_from_regex(grammar.text)
-                case _:
+                case GrammarKind.EBNF:
                     text = llguidance.grammar_from("ebnf", grammar.text)
+                case _:
+                    text = _ANY
+            if grammar.thought is not None:
+                text = _after_thought(text, grammar.thought, self._model.end_token_ids)
             limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
             matcher = matcher_class(self._tokenizer_of(llguidance), text, log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:
@@ -223,6 +227,25 @@ class Grammars:
             return self._library_tokenizer
 
 
+def _after_thought(grammar: str, thought: Thought, end_token_ids: Sequence[int]) -> str:
+    """The library's grammar of a thought, which the model's end tokens do not end, and an answer of ``grammar``."""
+    begin, end, most = thought.begin, thought.end, thought.most
+    others = f"<[^{','.join(map(str, {end, *end_token_ids}))}]>"
+    inner = "" if most == 0 else f"{others}*" if most is None else f"{others}{{0,{most}}}"
+    answers: list[dict[str, Any]] = []
+    if grammar == _ANY:
+        answer, at_once = "<[*]>*", f"<[^{begin}]> <[*]>*"
+    else:
+        answers = json.loads(grammar)["grammars"] if grammar[:1] == "{" else [{"lark_grammar": grammar}]
+        answers[0]["name"] = "answer"
+        answer, at_once = r"/[ \n]{0,4}/ @answer", "@answer"
+    start = f"{inner} <[{end}]> {answer}"
+    if begin is not None:
+        start = f"<[{begin}]> {start} | {at_once}"
+    return json.dumps({"grammars": [{"lark_grammar": f"start: {start}"}, *answers]})
+
+
+_ANY = "start: <[*]>*"  # any tokens
 _STACK_SIZE_LOCK = threading.Lock()  # threading.stack_size holds for the whole process
 
 

@@ -54,17 +54,33 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF = "ebnf"
+    ANY = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What the model thinks before its answer, up to a token of its own.
+
+    ``end``: id of the token that ends it. ``begin``: id of the token that begins it, where the model may also answer at
+    once; None: the prompt has begun it. ``most``: tokens between the two, after which the end is forced; None: any.
+    """
+
+    end: int
+    begin: int | None = None
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What an answer must look like: any JSON object, or what a JSON schema, a regular expression or a grammar allows.
 
-    ``text`` is empty for ``json_object``. The whole answer matches, unless ``max_tokens`` cuts it off.
+    ``text`` is empty for ``json_object`` and ``any``. The whole answer matches, unless ``max_tokens`` cuts it off; with
+    ``thought``, what follows the thought does.
     """
 
     kind: GrammarKind
     text: str = ""
+    thought: Thought | None = None
 
 
 class FinishReason(StrEnum):
@@ -304,7 +320,7 @@ def _check_grammar(grammar: object) -> None:
         raise RequestError(f"the kind of grammar is {_shown(grammar.kind)}; it must be one of {kinds}", "grammar")
     if not isinstance(grammar.text, str):
         raise RequestError(f"the text of the grammar is {_shown(grammar.text)}; it must be a string", "grammar")
-    if bool(grammar.text) == (grammar.kind == GrammarKind.JSON_OBJECT):
+    if bool(grammar.text) == (grammar.kind in (GrammarKind.JSON_OBJECT, GrammarKind.ANY)):
         wanted = "no text" if grammar.text else "a text"
         raise RequestError(f"a grammar of kind {grammar.kind} needs {wanted}", "grammar")
 

@@ -72,6 +72,11 @@ class Tokenizer:
             _raise_unless_of_the_library(error)
             raise RequestError(f"the prompt cannot be encoded: {_one_line(error)}; change the text") from error
 
+    def single_id(self, text: str) -> int | None:
+        """The id of the token that a text alone is encoded to; None if that takes several."""
+        ids = self.encode(text, add_special=False)
+        return ids[0] if len(ids) == 1 else None
+
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Text of ``token_ids``. Raises CheckpointError: the tokenizer cannot decode its own tokens."""
         try:

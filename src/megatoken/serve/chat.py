@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from megatoken.engine.request import Grammar, Request
+from megatoken.engine.request import Grammar, GrammarKind, Request, Thought
 from megatoken.serve import frames
 from megatoken.serve.answer import Answer, Choice, ChunkStream, Delta, FullAnswer, Prompt, answer_head
-from megatoken.serve.chat_prompt import chat_prompt
+from megatoken.serve.chat_prompt import chat_text
 from megatoken.serve.context import ENGINE_NAMES, ApiContext, cache_salt, ending, engine_requests, grammar_of
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.logprobs import TokenNames, chat_logprobs, ranked_logprobs
+from megatoken.serve.reasoning import (
+    THOUGHT_BEGIN,
+    THOUGHT_END,
+    HarmonyParser,
+    PromptEnd,
+    ReasoningFormat,
+    ThinkParser,
+    prompt_end,
+)
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_chat import ChatBody, NamedTool, Tool
 from megatoken.serve.schema_common import parse_body, schema_grammar
@@ -25,7 +35,9 @@ from megatoken.serve.tool_calls import (
     CallStart,
     NamedParser,
     Piece,
+    ThoughtText,
     call_parser,
+    first_call_only,
     forced_parser,
     forced_schema,
     whole_parts,
@@ -39,22 +51,31 @@ class Chat:
     body: ChatBody
     prompt: Prompt
     requests: list[Request]
-    # makes what separates calls from text in one answer; None: nothing does
+    # makes what separates thoughts and calls from text in one answer; None: nothing does
     make_parser: Callable[[], CallParser] | None
     names: TokenNames
     engine_names: Mapping[str, str]  # fields of the body by those of the engine's requests, where they differ
+    keep_special: bool = False  # the parser needs the special tokens in the text
 
     def choices(self, answer: Answer, api: ApiContext) -> list[Choice]:
         """Where the events of the requests go."""
-        end = ending(self.body)
+        end = ending(self.body, keep_special=self.keep_special)
         return [Choice(answer, at, one, end, api.tokenizer) for at, one in enumerate(self.requests)]
 
-    def parts(self, text: str) -> list[str | Call]:
-        """Text and calls of a whole answer, in their order."""
+    def parts(self, text: str) -> list[str | ThoughtText | Call]:
+        """Thoughts, text and calls of a whole answer, in their order."""
         if self.make_parser is None:
             return [text] if text else []
         parser = self.make_parser()
-        return whole_parts([*parser.add(text), *parser.end()])
+        return whole_parts(self.allowed([*parser.add(text), *parser.end()]))
+
+    def allowed(self, pieces: list[Piece]) -> list[Piece]:
+        """Those that the body asks for."""
+        if not self.body.parallel_tool_calls:
+            pieces = first_call_only(pieces)
+        if not self.body.include_reasoning:
+            pieces = [piece for piece in pieces if not isinstance(piece, ThoughtText)]
+        return pieces
 
 
 async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> Chat:
@@ -65,15 +86,26 @@ async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> C
     """
     make_parser = tool_parser(api, body)
     grammar, grammar_field = _grammar(body)
-    token_ids = await chat_prompt(
-        api,
-        body,
-        body.messages,
-        exchange.tenant_name,
-        tools=() if body.tool_choice == "none" else body.tools,
-        variables=_variables(api, body),
-        add_special_tokens=body.add_special_tokens,
-    )
+    tools = () if body.tool_choice == "none" else body.tools
+    variables = _variables(api, body)
+    text = await chat_text(api, body, body.messages, exchange.tenant_name, tools=tools, variables=variables)
+    if api.reasoning_format is ReasoningFormat.THINK:
+        end = prompt_end(text, (body.messages[-1].text or "") if body.continue_final_message else "")
+        thought = _thought(api, body, end, held=grammar is not None)
+        if thought is not None:
+            grammar_field = grammar_field if grammar is not None else "thinking_token_budget"
+            grammar = replace(grammar or Grammar(GrammarKind.ANY), thought=thought)
+        if grammar is None or thought is not None:
+            make_parser = partial(_think_parser, make_parser, end)
+    elif body.thinking_token_budget is not None:
+        raise ApiError(
+            "thinking_token_budget: only for models that think between <think> and </think>",
+            param="thinking_token_budget",
+        )
+    harmony = api.reasoning_format is ReasoningFormat.HARMONY and grammar is None
+    if harmony:
+        make_parser = partial(HarmonyParser, frozenset(tool.function.name for tool in tools))
+    token_ids = await api.encode(text, add_special=body.add_special_tokens, param="messages")
     max_tokens = body.max_completion_tokens or body.max_tokens
     token_ids = api.fit(token_ids, body, max_tokens, "messages")
     fields = {
@@ -87,7 +119,33 @@ async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> C
     requests = engine_requests(api, body, [prompt], fields)
     names = TokenNames(api.tokenizer, body.return_tokens_as_token_ids)
     engine_names = {**ENGINE_NAMES, "prompt": "messages", "grammar": grammar_field}
-    return Chat(body, prompt, requests, make_parser, names, engine_names)
+    return Chat(body, prompt, requests, make_parser, names, engine_names, keep_special=harmony)
+
+
+def _think_parser(make_inner: Callable[[], CallParser] | None, end: PromptEnd) -> ThinkParser:
+    return ThinkParser(None if make_inner is None else make_inner(), end)
+
+
+def _thought(api: ApiContext, body: ChatBody, end: PromptEnd, *, held: bool) -> Thought | None:
+    """What the engine must know of the thought; None: nothing.
+
+    ``held``: the answer is held to a form, which then begins after the thought.
+
+    Raises:
+        ApiError: the thought has a budget, and the tokenizer no tokens for its beginning and end.
+    """
+    if end is PromptEnd.ANSWERING or not (held or body.thinking_token_budget is not None) or api.tokenizer is None:
+        return None
+    ids = [api.tokenizer.single_id(text) for text in (THOUGHT_BEGIN, THOUGHT_END)]
+    begin, last = (None, ids[1]) if end is PromptEnd.THINKING else ids
+    if last is None or (begin is None and end is PromptEnd.OPEN):
+        if body.thinking_token_budget is None:
+            return None
+        raise ApiError(
+            f"thinking_token_budget: {THOUGHT_BEGIN} and {THOUGHT_END} are no tokens of this model",
+            param="thinking_token_budget",
+        )
+    return Thought(last, begin, body.thinking_token_budget)
 
 
 @api_route
@@ -122,6 +180,8 @@ def tool_parser(api: ApiContext, body: ChatBody) -> Callable[[], CallParser] | N
     if body.tool_choice == "required":
         return forced_parser
     tool_format = api.tool_format
+    if api.reasoning_format is ReasoningFormat.HARMONY:
+        return None  # calls are messages of the format
     if tool_format is None:
         raise ApiError(
             "tools: how this model calls tools is unknown from its chat template; start the server with "
@@ -171,9 +231,13 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict
         whole = answer.all_of(choice)
         parts = chat.parts(whole.text)
         text = "".join(part for part in parts if isinstance(part, str))
+        thoughts = [part.text for part in parts if isinstance(part, ThoughtText)]
         calls = [_call(part) for part in parts if isinstance(part, Call)]
+        text = _echoed(body) + text
         content = text if text or chat.make_parser is None else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if thoughts:
+            message["reasoning"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
         entry: dict[str, Any] = {
@@ -195,6 +259,12 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict
     return completion
 
 
+def _echoed(body: ChatBody) -> str:
+    """What the answer's text begins with: the last message, if it is the assistant's and the body asks for it."""
+    last = body.messages[-1]
+    return (last.text or "") if body.echo and last.role == "assistant" else ""
+
+
 def _call(call: Call) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
@@ -204,7 +274,7 @@ class ChatStream(ChunkStream):
 
     def __init__(self, exchange: Exchange, api: ApiContext, chat: Chat, head: Mapping[str, Any]) -> None:
         super().__init__(exchange, api.client, [chat.prompt], head, chat.body, logprobs=chat.body.logprobs)
-        self._body = chat.body
+        self._chat, self._body = chat, chat.body
         self._names = chat.names
         self._make_parser = chat.make_parser
         self._parsers: dict[int, CallParser] = {}
@@ -218,7 +288,7 @@ class ChatStream(ChunkStream):
             self._begun.add(choice.index)
             if self._make_parser is not None:
                 self._parsers[choice.index] = self._make_parser()
-            first: dict[str, Any] = {"role": "assistant", "content": ""}
+            first: dict[str, Any] = {"role": "assistant", "content": _echoed(self._body)}
             prompt = {"prompt_token_ids": self.prompts[0].token_ids.tolist()} if self._body.return_token_ids else {}
             self._write(choice, first, more=prompt)
             if not self._detailed and self._make_parser is None:  # else an event brings more than text
@@ -240,6 +310,7 @@ class ChatStream(ChunkStream):
         pieces = parser.add(delta.text)
         if delta.finish_reason is not None:
             pieces += parser.end()
+        pieces = self._chat.allowed(pieces)
         if any(isinstance(piece, CallStart) for piece in pieces):
             self._called.add(choice.index)
         return [_piece_delta(piece) for piece in pieces]
@@ -269,6 +340,8 @@ class ChatStream(ChunkStream):
 def _piece_delta(piece: Piece) -> dict[str, Any]:
     if isinstance(piece, str):
         return {"content": piece}
+    if isinstance(piece, ThoughtText):
+        return {"reasoning": piece.text}
     if isinstance(piece, CallArguments):
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
     function = {"name": piece.name, "arguments": ""}

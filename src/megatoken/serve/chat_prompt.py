@@ -1,4 +1,4 @@
-"""From the messages of a chat to the token ids of its prompt."""
+"""From the messages of a chat to the text of its prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatoken.serve.schema_chat import Message, PromptFields, Tool
 _OWN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
-async def chat_prompt(
+async def chat_text(
     api: ApiContext,  # the model
     body: PromptFields,  # how the messages become a prompt
     messages: Sequence[Message],  # of the chat
@@ -21,13 +21,8 @@ async def chat_prompt(
     *,
     tools: Sequence[Tool],  # that the template may list
     variables: dict[str, Any],  # further names that the template sees
-    add_special_tokens: bool,  # let the tokenizer add its own, too
-) -> list[int]:
-    """The token ids of the prompt. The template writes the special tokens.
-
-    Raises:
-        ApiError: the template cannot render this, or the text cannot be encoded.
-    """
+) -> str:
+    """The text of the prompt, with the special tokens. Raises ApiError: the template cannot render this."""
     if taken := _OWN_NAMES & variables.keys():
         name = min(taken)
         raise ApiError(f"chat_template_kwargs: {name} is a field of its own", param="chat_template_kwargs")
@@ -43,16 +38,14 @@ async def chat_prompt(
         "continue_final_message": body.continue_final_message,
     }
     if body.chat_template is None:
-        text = await api.renderer.render(api.templates.choose(bool(tools)), chat, tenant)
-    elif api.foreign is not None:
-        text = await api.foreign.render(body.chat_template, chat, tenant)
-    else:
-        raise ApiError(
-            "chat_template: this server does not take templates from requests; start it with "
-            "--trust-request-chat-template true",
-            param="chat_template",
-        )
-    return await api.encode(text, add_special=add_special_tokens, param="messages")
+        return await api.renderer.render(api.templates.choose(bool(tools)), chat, tenant)
+    if api.foreign is not None:
+        return await api.foreign.render(body.chat_template, chat, tenant)
+    raise ApiError(
+        "chat_template: this server does not take templates from requests; start it with "
+        "--trust-request-chat-template true",
+        param="chat_template",
+    )
 
 
 def _plain_message(api: ApiContext, place: int, message: Message) -> dict[str, Any]:
@@ -63,6 +56,10 @@ def _plain_message(api: ApiContext, place: int, message: Message) -> dict[str, A
     text = message.text
     if text is not None:
         plain["content"] = text
+    if message.reasoning is not None:  # under the names that Qwen's and gpt-oss's templates read
+        plain.setdefault("reasoning_content", message.reasoning)
+        if not text:  # gpt-oss's template takes one or the other
+            plain.setdefault("thinking", message.reasoning)
     if not message.tool_calls:
         plain.pop("tool_calls", None)
     for at, call in enumerate(plain.get("tool_calls", ())):

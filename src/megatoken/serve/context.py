@@ -23,6 +23,7 @@ from megatoken.serve.engine_client import EngineClient
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.messages import ServedModel
 from megatoken.serve.options import ServeConfig
+from megatoken.serve.reasoning import ReasoningFormat, reasoning_format_of
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_common import Body, GenerationFields, SamplingDefaults
 from megatoken.serve.tool_calls import ToolFormat, format_of
@@ -47,6 +48,7 @@ class ApiContext:
     foreign: TemplateRenderer | None  # renders the templates that requests bring; None where that is not allowed
     defaults: SamplingDefaults
     tool_format: ToolFormat | None
+    reasoning_format: ReasoningFormat
     note: Callable[[str], None]
     _unknown: set[str] = field(default_factory=set)
     _encoders: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(ENCODERS, "encode"))
@@ -62,7 +64,7 @@ class ApiContext:
     ) -> ApiContext:
         """Read the model's templates and defaults. Raises CheckpointError or UsageError: a file cannot be used."""
         templates, defaults = model_files(model.folder, options)
-        tool_format = options.tool_format
+        tool_format, reasoning = options.tool_format, options.reasoning_format
         return cls(
             client,
             model,
@@ -72,6 +74,7 @@ class ApiContext:
             TemplateRenderer(templates, model.max_length) if options.trust_request_chat_template else None,
             defaults,
             format_of(templates.by_name.values()) if tool_format is ToolFormat.AUTO else tool_format,
+            reasoning_format_of(templates.by_name.values()) if reasoning is ReasoningFormat.AUTO else reasoning,
             note,
         )
 
@@ -167,13 +170,16 @@ def grammar_of(body: GenerationFields) -> tuple[Grammar | None, str]:
     return body.response_format.to_grammar() if body.response_format is not None else None, "response_format"
 
 
-def ending(body: GenerationFields, *, prompt_only: bool = False) -> Ending:
-    """What ends the answers to a body; ``prompt_only``: they have no tokens."""
+def ending(body: GenerationFields, *, prompt_only: bool = False, keep_special: bool = False) -> Ending:
+    """What ends the answers to a body.
+
+    ``prompt_only``: they have no tokens. ``keep_special``: their text has special tokens, whatever the body says.
+    """
     return Ending(
         body.stops,
         frozenset(body.stop_token_ids),
         body.include_stop_str_in_output,
-        not body.skip_special_tokens,
+        keep_special or not body.skip_special_tokens,
         body.min_tokens,
         prompt_only,
     )
@@ -193,7 +199,7 @@ def engine_requests(
         if getattr(body, name):
             raise ApiError(
                 f"{name}: not possible for an answer of a given form (response_format, structured_outputs, a demanded "
-                "tool call); leave one of them out",
+                "tool call, thinking_token_budget); leave one of them out",
                 param=name,
             )
     size = api.model.vocabulary_size

@@ -31,6 +31,10 @@ class TokenNames:
         """The text of a token, with replacement characters where it is no text."""
         return self.data(token_id).decode(errors="replace")
 
+    def count(self, text: str) -> int:
+        """How many tokens a text has by itself."""
+        return 0 if self._decoder is None or not text else len(self._decoder.encode(text, add_special=False))
+
     def offsets(self, token_ids: Iterable[int]) -> list[int]:
         """Where in the text of a prompt each of its tokens begins; special tokens are no part of it."""
         stream = None if self._decoder is None else TextStream(self._decoder)

@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 from megatoken import __version__
 from megatoken.engine.text_stream import TextStream
 from megatoken.serve import frames
-from megatoken.serve.chat_prompt import chat_prompt
+from megatoken.serve.chat_prompt import chat_text
 from megatoken.serve.context import ApiContext
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.logprobs import TokenNames
@@ -50,18 +50,12 @@ async def tokenize(api: ApiContext, exchange: Exchange) -> None:
     body = parse_body(TokenizeBody, exchange.take_body())
     api.check_body(body)
     if body.messages is not None:
-        token_ids = await chat_prompt(
-            api,
-            body,
-            body.messages,
-            exchange.tenant_name,
-            tools=body.tools,
-            variables=body.chat_template_kwargs,
-            add_special_tokens=body.add_special_tokens or False,
-        )
+        variables = body.chat_template_kwargs
+        text = await chat_text(api, body, body.messages, exchange.tenant_name, tools=body.tools, variables=variables)
+        param, add_special = "messages", body.add_special_tokens or False
     else:
-        add_special = True if body.add_special_tokens is None else body.add_special_tokens
-        token_ids = await api.encode(body.prompt or "", add_special=add_special, param="prompt")
+        text, param, add_special = body.prompt or "", "prompt", body.add_special_tokens is not False
+    token_ids = await api.encode(text, add_special=add_special, param=param)
     members = [
         f'"count":{len(token_ids)},"max_model_len":{api.model.max_length}',
         f'"tokens":{await _array(token_ids, lambda one: one)}',

@@ -23,6 +23,7 @@ from megatoken.config import (
 )
 from megatoken.engine.config import FAIR_SLOWDOWN, RECORD_SECONDS, REFERENCE, EngineConfig, Precision
 from megatoken.errors import ConfigError
+from megatoken.serve.reasoning import ReasoningFormat
 from megatoken.serve.tenants import Keys
 from megatoken.serve.tool_calls import ToolFormat
 
@@ -87,6 +88,10 @@ class ServeConfig(Section):
     )
     tool_format: ToolFormat = Field(
         default=ToolFormat.AUTO, description="how the model writes tool calls; auto: found in its chat template"
+    )
+    reasoning_format: ReasoningFormat = Field(
+        default=ReasoningFormat.AUTO,
+        description="how the model marks what it thinks before it answers; auto: found in its chat template",
     )
     trust_request_chat_template: bool = Field(default=False, description="requests may bring their own chat_template")
     engine: ServeEngineSection = ServeEngineSection()

@@ -22,10 +22,12 @@ from megatoken.serve.schema_responses import (
     FunctionCallOutput,
     InputText,
     NamedTool,
+    ReasoningItem,
+    ReasoningText,
     ResponsesBody,
 )
 from megatoken.serve.server import api_route
-from megatoken.serve.tool_calls import CallArguments, CallParser, CallStart, Piece
+from megatoken.serve.tool_calls import CallArguments, CallParser, CallStart, Piece, ThoughtText
 
 _NAMES = {  # of this route's fields, by those of a chat
     "max_completion_tokens": "max_output_tokens",
@@ -86,21 +88,27 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
+    thought: dict[str, Any] = {}  # of the assistant's next message
     for item in body.input:
+        if isinstance(item, ReasoningItem):
+            thought = {"reasoning": _joined(item.content)} if item.content else {}
+            continue
         if isinstance(item, FunctionCall):
             call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
             if messages and "tool_calls" in messages[-1]:
                 messages[-1]["tool_calls"].append(call)
             else:
-                messages.append({"role": "assistant", "tool_calls": [call]})
+                messages.append({"role": "assistant", "tool_calls": [call], **thought})
         elif isinstance(item, FunctionCallOutput):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
         else:
-            messages.append({"role": item.role, "content": _joined(item.content)})
+            own = thought if item.role == "assistant" else {}
+            messages.append({"role": item.role, "content": _joined(item.content), **own})
+        thought = {}
     return messages
 
 
-def _joined(content: str | Sequence[InputText]) -> str:
+def _joined(content: str | Sequence[InputText | ReasoningText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -133,9 +141,12 @@ def _response_head(api: ApiContext, exchange: Exchange, body: ResponsesBody) -> 
     }
 
 
-def _ended(head: dict[str, Any], reason: str | None, output: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+def _ended(
+    head: dict[str, Any], reason: str | None, output: list[dict[str, Any]], answer: Answer, chat: Chat
+) -> dict[str, Any]:
     status = _status(reason)
     usage = answer.usage()
+    thoughts = [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
     return {
         **head,
         "status": status,
@@ -145,19 +156,28 @@ def _ended(head: dict[str, Any], reason: str | None, output: list[dict[str, Any]
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": chat.names.count("".join(thoughts))},
             "total_tokens": usage["total_tokens"],
         },
     }
 
 
-def _message_item(head: dict[str, Any], place: int, text: str, status: str) -> dict[str, Any]:
+def _text_item(head: dict[str, Any], place: int, text: str, status: str) -> dict[str, Any]:
     item_id = f"{head['id'].replace('resp_', 'msg_')}_{place}"
-    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [_part(text)]}
+    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [_text_part(text)]}
 
 
-def _part(text: str) -> dict[str, Any]:
+def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _thought_item(head: dict[str, Any], place: int, text: str, status: str) -> dict[str, Any]:
+    item_id = f"{head['id'].replace('resp_', 'rs_')}_{place}"
+    return {"id": item_id, "type": "reasoning", "summary": [], "status": status, "content": [_thought_part(text)]}
+
+
+def _thought_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _call_item(call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
@@ -177,11 +197,13 @@ def whole_response(answer: FullAnswer, head: dict[str, Any], chat: Chat) -> dict
     output: list[dict[str, Any]] = []
     for part in chat.parts(whole.text) or [""]:  # an empty answer has an empty message
         if isinstance(part, str):
-            output.append(_message_item(head, len(output), part, "completed"))
+            output.append(_text_item(head, len(output), part, "completed"))
+        elif isinstance(part, ThoughtText):
+            output.append(_thought_item(head, len(output), part.text, "completed"))
         else:
             output.append(_call_item(part.call_id, part.name, part.arguments, "completed"))
     output[-1]["status"] = _status(whole.finish_reason)
-    return _ended(head, whole.finish_reason, output, answer)
+    return _ended(head, whole.finish_reason, output, answer, chat)
 
 
 def _status(reason: str | None) -> str:
@@ -195,10 +217,11 @@ class ResponseStream(StreamedAnswer):
     def __init__(self, exchange: Exchange, api: ApiContext, chat: Chat, head: dict[str, Any]) -> None:
         super().__init__(exchange, api.client, [chat.prompt])
         self._head = head
+        self._chat = chat
         self._parser: CallParser | None = chat.make_parser() if chat.make_parser is not None else None
         self._number = 0
         self._output: list[dict[str, Any]] = []
-        self._text: list[str] | None = None  # of the message that is open
+        self._text: list[str] | None = None  # of the message or thought that is open
         self._item: dict[str, Any] | None = None  # the item that is open
         self._reason: str | None = None
 
@@ -214,6 +237,7 @@ class ResponseStream(StreamedAnswer):
             pieces = self._parser.add(delta.text)
             if delta.finish_reason is not None:
                 pieces += self._parser.end()
+            pieces = self._chat.allowed(pieces)
         if delta.finish_reason is not None and not pieces and not self._output and self._item is None:
             pieces = [""]  # an empty answer has an empty message
         choice.write_text = None
@@ -225,7 +249,7 @@ class ResponseStream(StreamedAnswer):
     def complete(self) -> None:
         """Close the last item and report the whole response."""
         self._close_item(_status(self._reason))
-        response = _ended(self._head, self._reason, self._output, self)
+        response = _ended(self._head, self._reason, self._output, self, self._chat)
         self._event(f"response.{response['status']}", response=response)
         self.exchange.end()
 
@@ -240,11 +264,11 @@ class ResponseStream(StreamedAnswer):
 
     def _piece(self, piece: Piece) -> None:
         if isinstance(piece, str):
-            if self._text is None:
-                self._open_message()
-            assert self._text is not None
-            self._text.append(piece)
+            self._open_text("message").append(piece)
             self._event("response.output_text.delta", **self._place(), content_index=0, delta=piece, logprobs=[])
+        elif isinstance(piece, ThoughtText):
+            self._open_text("reasoning").append(piece.text)
+            self._event("response.reasoning_text.delta", **self._place(), content_index=0, delta=piece.text)
         elif isinstance(piece, CallStart):
             self._close_item()
             self._open(_call_item(piece.call_id, piece.name, "", "in_progress"))
@@ -252,12 +276,16 @@ class ResponseStream(StreamedAnswer):
             self._item["arguments"] += piece.text
             self._event("response.function_call_arguments.delta", **self._place(), delta=piece.text)
 
-    def _open_message(self) -> None:
-        self._close_item()
-        item = _message_item(self._head, len(self._output), "", "in_progress")
-        self._open(item | {"content": []})
-        self._text = []
-        self._event("response.content_part.added", **self._place(), content_index=0, part=_part(""))
+    def _open_text(self, kind: str) -> list[str]:
+        """The text of the open item, which is of this kind from now on."""
+        if self._text is None or self._item is None or self._item["type"] != kind:
+            self._close_item()
+            make = _text_item if kind == "message" else _thought_item
+            item = make(self._head, len(self._output), "", "in_progress")
+            self._open(item | {"content": []})
+            self._text = []
+            self._event("response.content_part.added", **self._place(), content_index=0, part=item["content"][0])
+        return self._text
 
     def _open(self, item: dict[str, Any]) -> None:
         self._item = item
@@ -269,9 +297,14 @@ class ResponseStream(StreamedAnswer):
             return
         if self._text is not None:
             text = "".join(self._text)
-            self._event("response.output_text.done", **self._place(), content_index=0, text=text, logprobs=[])
-            self._event("response.content_part.done", **self._place(), content_index=0, part=_part(text))
-            item["content"] = [_part(text)]
+            if item["type"] == "message":
+                part = _text_part(text)
+                self._event("response.output_text.done", **self._place(), content_index=0, text=text, logprobs=[])
+            else:
+                part = _thought_part(text)
+                self._event("response.reasoning_text.done", **self._place(), content_index=0, text=text)
+            self._event("response.content_part.done", **self._place(), content_index=0, part=part)
+            item["content"] = [part]
         else:
             named = {"name": item["name"], "arguments": item["arguments"]}
             self._event("response.function_call_arguments.done", **self._place(), **named)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, Body, GenerationFields, Items, Part
+from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, MOST_TOKEN_IDS, Body, GenerationFields, Items, Part
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_TOOLS = 128
@@ -42,6 +42,7 @@ class Message(Part):
     tool_calls: Annotated[Items[ToolCall], Field(max_length=MOST_PARTS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str | None = None
 
     @property
     def text(self) -> str | None:
@@ -102,6 +103,9 @@ class ChatBody(PromptFields, GenerationFields):
     parallel_tool_calls: bool = True
     add_special_tokens: bool = False
     reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=MOST_TOKEN_IDS)
+    echo: bool = False
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

@@ -42,6 +42,20 @@ class FunctionCallOutput(Part):
     output: str | Annotated[Items[InputText], Field(max_length=MOST_PARTS)]
 
 
+class ReasoningText(Part):
+    """A piece of a thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Part):
+    """What the model thought before an earlier answer. Summaries are not read."""
+
+    type: Literal["reasoning"]
+    content: Annotated[Items[ReasoningText], Field(max_length=MOST_PARTS)] = Field(default_factory=list)
+
+
 class ResponsesTool(Function):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
@@ -80,7 +94,8 @@ def _kind(item: Any) -> str:
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
 ]
 
@@ -97,7 +112,8 @@ class ResponsesBody(SamplingFields):
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: Reasoning = Field(default_factory=Reasoning)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    include: Items[str] = Field(default_factory=list, max_length=0)
+    # Thoughts come in the open, so that they can be sent back without the encrypted ones that agents ask for.
+    include: Items[Literal["reasoning.encrypted_content"]] = Field(default_factory=list, max_length=1)
     top_logprobs: int = Field(default=0, ge=0, le=0)
 
     @model_validator(mode="after")

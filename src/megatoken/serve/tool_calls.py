@@ -50,7 +50,14 @@ class CallArguments:
     text: str
 
 
-Piece = str | CallStart | CallArguments  # a string is text outside of calls
+@dataclass(slots=True)
+class ThoughtText:
+    """Text that the model thinks before its answer, or a piece of it."""
+
+    text: str
+
+
+Piece = str | ThoughtText | CallStart | CallArguments  # a string is text of the answer, outside of calls
 
 
 @dataclass(slots=True)
@@ -72,9 +79,9 @@ class CallParser(Protocol):
         """What was held back, when the answer has ended, unless it can only be the beginning of a call."""
 
 
-def whole_parts(pieces: Iterable[Piece]) -> list[str | Call]:
-    """Texts and calls in their order."""
-    parts: list[str | Call] = []
+def whole_parts(pieces: Iterable[Piece]) -> list[str | ThoughtText | Call]:
+    """Thoughts, texts and calls in their order."""
+    parts: list[str | ThoughtText | Call] = []
     for piece in pieces:
         last = parts[-1] if parts else None
         if isinstance(piece, CallStart):
@@ -82,11 +89,21 @@ def whole_parts(pieces: Iterable[Piece]) -> list[str | Call]:
         elif isinstance(piece, CallArguments):
             assert isinstance(last, Call)
             last.arguments += piece.text
+        elif isinstance(piece, ThoughtText):
+            if isinstance(last, ThoughtText):
+                last.text += piece.text
+            else:
+                parts.append(ThoughtText(piece.text))
         elif isinstance(last, str):
             parts[-1] = last + piece
         else:
             parts.append(piece)
     return parts
+
+
+def first_call_only(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces of an answer that may make one call: what it brings of others is left out."""
+    return [piece for piece in pieces if not isinstance(piece, CallStart | CallArguments) or piece.index == 0]
 
 
 def call_parser(tool_format: ToolFormat, names: Collection[str]) -> CallParser:
@@ -151,7 +168,7 @@ class NamedParser:
         pieces: list[Piece] = [CallArguments(0, text)] if text else []
         if not self._begun:
             self._begun = True
-            pieces.insert(0, CallStart(0, _call_id(), self._name))
+            pieces.insert(0, CallStart(0, new_call_id(), self._name))
         return pieces
 
     def end(self) -> list[Piece]:
@@ -206,7 +223,7 @@ class _Object:
             self.refused = True
             return
         self._arguments = self._sent = at
-        pieces.append(CallStart(self._index, _call_id(), name))
+        pieces.append(CallStart(self._index, new_call_id(), name))
 
     def _take_whole(self, pieces: list[Piece]) -> None:
         """The members came in another order, or the arguments as a string."""
@@ -219,7 +236,7 @@ class _Object:
         if not isinstance(arguments, str) or not isinstance(_parsed(arguments), dict):  # some models quote the object
             arguments = json.dumps(arguments)
         self._arguments, self._sent = len(self.text), -1
-        pieces += [CallStart(self._index, _call_id(), name), CallArguments(self._index, arguments)]
+        pieces += [CallStart(self._index, new_call_id(), name), CallArguments(self._index, arguments)]
 
     def _scan(self, text: str) -> int:
         """Follow the structure; returns how many characters belong to the object."""
@@ -338,7 +355,7 @@ class _HermesParser:
                 pieces += [before] if before else []
                 self._object, self._held = _Object(self._calls, self._names), after
                 continue
-            certain = len(self._held) - _partial(self._held, _HERMES_BEGIN)
+            certain = len(self._held) - partial_tag(self._held, _HERMES_BEGIN)
             pieces += [self._held[:certain]] if certain else []
             self._held = self._held[certain:]
             break
@@ -351,7 +368,7 @@ class _HermesParser:
         return [self._held] if self._held and not self._after_call else []
 
 
-def _partial(text: str, tag: str) -> int:
+def partial_tag(text: str, tag: str) -> int:
     """How many characters at the end of ``text`` may be the beginning of ``tag``."""
     return next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
 
@@ -363,5 +380,6 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _call_id() -> str:
+def new_call_id() -> str:
+    """An id for a call."""
     return f"call_{uuid4().hex[:24]}"
