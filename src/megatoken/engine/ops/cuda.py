@@ -80,7 +80,7 @@ def pack_gated(gate_up: list[tuple[Any, Tensor | None]], scheme: LinearScheme) -
     """One matrix [2 F, D], gate first: one product reads the input once."""
     weights, biases = zip(*gate_up, strict=True)
     bias = None if biases[0] is None else torch.cat(biases)
-    return pack_linear(scheme.stack(weights), bias, scheme)
+    return pack_linear(scheme.stack(weights), bias, scheme).as_gated()
 
 
 def pack_experts(
@@ -190,8 +190,8 @@ experts_add_norm = linear_add_norm
 
 
 def gated(x_TD: Any, gate_up: Linear, consumer: Linear) -> Any:
-    """One product, then activation, product and quantisation in one pass."""
-    return consumer.activated(gate_up.product(x_TD))
+    """One product, then activation, product and quantisation in one pass, or all in one kernel."""
+    return gate_up.gated(x_TD, consumer)
 
 
 def rotate_and_write(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatoken.engine.ops import fused
 from megatoken.engine.ops.cuda_linear import InputScale, Linear
+from megatoken.engine.ops.gated_product import gated_product, interleaved, obstacle, separated
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX, Fp8Weight, with_one_scale
 from megatoken.errors import CapacityError
 
@@ -57,6 +58,16 @@ class TensorScaledLinear(Linear):
             out=out_TN,
         )
 
+    def as_gated(self) -> Linear:
+        """For one kernel of product and activation, where there is one for this device and these sides."""
+        columns, depth = self.weight.shape
+        if self.bias is not None or obstacle(columns // 2, depth, self.weight.device) is not None:
+            return self
+        weight_ND = interleaved(self.weight.view(torch.uint8)).view(self.weight.dtype)
+        return GatedLinear(
+            weight_ND, None, self.input_scale, weight_scale=self.weight_scale, largest_input=self.largest_input
+        )
+
     def _measured(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """e4m3 values and their scale by the largest of this step."""
         largest = x_TD.abs().amax().float()
@@ -74,6 +85,18 @@ class TensorScaledLinear(Linear):
 
     def _scale_inputs_by(self, value: float) -> None:
         self.input_scale = InputScale(torch.tensor([value], dtype=torch.float32, device=self.weight.device), value)
+
+
+@dataclass(slots=True)
+class GatedLinear(TensorScaledLinear):
+    """A gate above its up; ``product`` gives their columns in the order of ``interleaved``."""
+
+    def gated(self, x: Any, consumer: Linear) -> Any:
+        """In one kernel once both input scales are known."""
+        input_scale, out_scale = self.device_scale, consumer.device_scale
+        if input_scale is None or out_scale is None:
+            return consumer.activated(separated(self.product(x)))
+        return gated_product(x, self.weight, input_scale, self.weight_scale, out_scale)
 
 
 class ScaledTokens(NamedTuple):

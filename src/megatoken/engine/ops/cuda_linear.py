@@ -51,6 +51,14 @@ class Linear:
         """``residual += delta`` in place, then RMSNorm of the sum, in one pass."""
         return fused.add_rms_norm(delta_TD, residual_TD, weight_D, epsilon, self.device_scale)
 
+    def as_gated(self) -> Linear:
+        """The form for a gate above its up whose products are only used by ``gated``."""
+        return self
+
+    def gated(self, x: Any, consumer: Linear) -> Any:
+        """Input of ``consumer``: of the products of a gate above its up, ``silu(gate) * up``."""
+        return consumer.activated(self.product(x))
+
     def activated(self, gate_up_T2F: Tensor) -> Any:
         """``silu(gate) * up``, in one pass."""
         return fused.silu_mul(gate_up_T2F, self.device_scale)
