@@ -2,7 +2,7 @@
 
 Each way runs back to back for some seconds, which reaches the power limit at many tokens; a fifth of that time
 before is not counted. Values are random over the whole range of e4m3, and weights differ from launch to launch.
-``--questions`` measures what else decides the joules of PyTorch's product: the values, the order of the operands, exact accumulation.
+``--questions`` measures what else decides the joules of PyTorch's product: values, order of operands, exact sums.
 """
 
 from __future__ import annotations
