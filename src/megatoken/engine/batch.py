@@ -29,6 +29,9 @@ class StepArrays:
     positions: Ints  # [T]
     cache_slots: Ints  # [T] page * page_size + offset of the token's key
     pages: Ints  # [R, W] of each sequence, in order
+    # The same two of layers with windows, if these have pages of their own; else empty.
+    window_slots: Ints  # [T]
+    window_pages: Ints  # [R, W], of which only the places of keys that a query sees are up to date
     lengths: Ints  # [R] keys that the last token of each sequence sees
     decodes: int  # the first sequences, one token each
     chunk_starts: Ints  # [R - decodes + 1] first token of each chunk, and the token after the last
@@ -40,6 +43,11 @@ class StepArrays:
     def samples(self) -> int:
         """S, tokens that sample."""
         return len(self.sampled)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether layers with windows have pages of their own."""
+        return len(self.window_slots) > 0
 
 
 def step_arrays(
@@ -56,7 +64,18 @@ def step_arrays(
     padding = padded_tokens(tokens) - tokens
     starts = ends - count
     positions = np.arange(tokens, dtype=np.int32) - np.repeat(starts - plan.start, count)
-    page = page_table[np.repeat(plan.slot, count), positions // page_size] + np.int32(1)
+    lengths = plan.start + count
+    width = -(-int(lengths.max()) // page_size)
+
+    def paged(table: Ints) -> tuple[Ints, Ints]:
+        page = table[np.repeat(plan.slot, count), positions // page_size] + np.int32(1)
+        slots = page * np.int32(page_size) + positions % page_size
+        return np.pad(slots, (0, padding), constant_values=DUMP_PAGE), table[plan.slot, :width] + np.int32(1)
+
+    cache_slots, pages = paged(page_table)
+    window_slots, window_pages = cache_slots[:0], pages[:0]
+    if plan.window_table is not None:
+        window_slots, window_pages = paged(plan.window_table)
 
     token_ids, table_slots = np.zeros((2, tokens + padding), dtype=np.int32)
     table_slots[decodes:] = -1
@@ -66,16 +85,16 @@ def step_arrays(
         prompts += host_tokens(int(plan.request_id[chunk]), int(plan.start[chunk]), int(count[chunk]))
     token_ids[decodes:tokens] = prompts
 
-    lengths = plan.start + count
-    width = -(-int(lengths.max()) // page_size)
     sampled = np.flatnonzero(plan.sample)
     sample_padding = padded_tokens(len(sampled)) - len(sampled) if len(sampled) else 0
     return StepArrays(
         token_ids=token_ids,
         table_slots=table_slots,
         positions=np.pad(positions, (0, padding)),
-        cache_slots=np.pad(page * np.int32(page_size) + positions % page_size, (0, padding), constant_values=DUMP_PAGE),
-        pages=page_table[plan.slot, :width] + np.int32(1),
+        cache_slots=cache_slots,
+        pages=pages,
+        window_slots=window_slots,
+        window_pages=window_pages,
         lengths=lengths,
         decodes=decodes,
         chunk_starts=np.append(starts[decodes:], np.int32(tokens)),
@@ -94,6 +113,7 @@ class StepShape:
     samples: int
     longest: int  # tokens of the longest sequence
     pages: int  # of one sequence
+    windowed: bool = False  # whether layers with windows have pages of their own
 
 
 def pad_step(arrays: StepArrays, shape: StepShape) -> StepArrays:
@@ -109,11 +129,13 @@ def pad_step(arrays: StepArrays, shape: StepShape) -> StepArrays:
     padded.table_slots[:tokens] = arrays.table_slots
     padded.positions[:tokens] = arrays.positions
     padded.cache_slots[:tokens] = arrays.cache_slots
+    padded.window_slots[:tokens] = arrays.window_slots
     width = arrays.pages.shape[1]
     for first, sequences in ((0, slice(decodes)), (shape.tokens, slice(decodes, decodes + chunks))):
         lengths = arrays.lengths[sequences]
         padded.lengths[first : first + len(lengths)] = lengths
         padded.pages[first : first + len(lengths), :width] = arrays.pages[sequences]
+        padded.window_pages[first : first + len(lengths), :width] = arrays.window_pages[sequences]
     padded.chunk_starts[: chunks + 1] = arrays.chunk_starts
     padded.chunk_starts[chunks + 1 :] = arrays.chunk_starts[chunks]
     samples = arrays.samples
@@ -138,7 +160,7 @@ def largest_step(shape: StepShape) -> StepArrays:
 
 
 def _empty_step(shape: StepShape) -> StepArrays:
-    sequences = shape.tokens + shape.chunks
+    sequences, windowed = shape.tokens + shape.chunks, int(shape.windowed)
     token_ids, positions = np.zeros((2, shape.tokens), dtype=np.int32)
     lengths = np.zeros(sequences, dtype=np.int32)
     sample_indices, sample_slots = np.zeros((2, shape.samples), dtype=np.int32)
@@ -148,6 +170,8 @@ def _empty_step(shape: StepShape) -> StepArrays:
         positions=positions,
         cache_slots=np.full(shape.tokens, DUMP_PAGE, dtype=np.int32),
         pages=np.full((sequences, shape.pages), DUMP_PAGE, dtype=np.int32),
+        window_slots=np.full(windowed * shape.tokens, DUMP_PAGE, dtype=np.int32),
+        window_pages=np.full((windowed * sequences, shape.pages), DUMP_PAGE, dtype=np.int32),
         lengths=lengths,
         decodes=shape.tokens,
         chunk_starts=np.zeros(shape.chunks + 1, dtype=np.int32),

@@ -67,26 +67,30 @@ def allocate_cache(
     config: ModelConfig,
     scheme: LinearScheme,
     pages: int,
+    window_pages: int,
     page_size: int,
     device: torch.device,
     scales: Sequence[tuple[float, float]],
 ) -> list[LayerCache]:
     """One cache per layer, with its ``scales`` of keys and of values, for ``pages`` usable pages and the dump page.
 
+    Layers with windows have ``window_pages`` instead, unless that is 0.
     Zeroed, because masked attention multiplies the slots beyond a sequence's end too. On the CPU the operating system
     maps the zeros, so a page takes memory when it is first written.
     """
-    shape = (pages + 1, config.kv_heads, page_size, config.head_dim)
     dtype = scheme.cache_dtype(device)
 
-    def zeros() -> Tensor:
+    def zeros(window: int | None) -> Tensor:
+        usable = pages if window is None else window_pages or pages
+        shape = (usable + 1, config.kv_heads, page_size, config.head_dim)
         if device.type == "cuda":
             return torch.zeros(shape, dtype=dtype, device=device)
         mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
     round_to_fp8 = scheme.fp8_cache and dtype != torch.float8_e4m3fn
+    windows = [config.window(layer) for layer in range(config.layers)]
     return [
-        LayerCache(zeros(), zeros(), round_to_fp8, *of_layer, window=config.window(layer))
-        for layer, of_layer in enumerate(scales)
+        LayerCache(zeros(window), zeros(window), round_to_fp8, *of_layer, window=window)
+        for window, of_layer in zip(windows, scales, strict=True)
     ]

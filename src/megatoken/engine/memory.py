@@ -9,6 +9,7 @@ from megatoken.engine.config import EngineConfig, ModelConfig, sharded
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES
 from megatoken.engine.scheduler import Scheduler
 from megatoken.engine.schemes import LinearScheme, scheme_of
+from megatoken.engine.window_pages import most_window_pages
 from megatoken.errors import CapacityError, ConfigError
 
 PARTIAL_RESULTS = 8192
@@ -43,6 +44,9 @@ MOST_PADDING = 31  # tokens added to those of an expert on a CPU, see ``ops.cpu.
 WINDOWED_QUERIES_ON_CPU = 32
 """Queries of a layer with sinks or a window that attend at a time."""
 DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the tokens; the others are for prompts
+WINDOWS_CACHE_SHARE = 8
+"""Part of a GPU's cache that pages of windows take at most, one in so many, where the number of sequences is derived:
+with windows of 128 tokens and pages of 32, sequences of 1,300 tokens use both kinds of pages up at the same time."""
 DEFAULT_PAGE_SIZE = 32
 GPU_PAGE_SIZES = (16, 32, 64, 128)
 LARGE_MODEL_PARAMETERS = 30e9
@@ -65,6 +69,9 @@ class MemoryPlan:
     max_batched_tokens: int
     max_sequences: int
     max_length: int
+    # Keys of the largest window, and the pages of their own that layers with windows have; 0 if they share all pages.
+    window: int = 0
+    window_pages: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -73,7 +80,7 @@ class MemoryPlan:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens the cache holds."""
+        """Tokens the cache holds; in layers with pages of their own only those in windows."""
         return self.pages * self.page_size
 
     def check_answers(self) -> None:
@@ -93,16 +100,19 @@ class MemoryPlan:
             num_pages=self.pages,
             max_length=self.max_length,
             prefix_cache=prefix_cache,
+            window=self.window,
+            window_pages=self.window_pages,
         )
 
     def lines(self) -> list[str]:
         """The plan as text, one fact a line."""
         libraries = "GPU libraries" if self.device == "cuda" else "Python and libraries"
+        windows = f", {self.window_pages:,} more for windows of {self.window:,} tokens" if self.window_pages else ""
         return [
             f"device     {self.device}",
             f"weights    {_gigabytes(self.weights_bytes)}",
             f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} "
-            f"page{'s' * (self.pages != 1)} of {self.page_size}; filled as requests need it",
+            f"page{'s' * (self.pages != 1)} of {self.page_size}{windows}; filled as requests need it",
             f"workspace  {_gigabytes(self.workspace_bytes)}  steps of "
             f"{self.max_batched_tokens:,} token{'s' * (self.max_batched_tokens != 1)}",
             f"process    {_gigabytes(self.process_bytes)}  {libraries}",
@@ -158,15 +168,15 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         raise CapacityError(
             f"max_length {max_length:,} is more than the {model.max_positions:,} {limit} of {model.name}; lower it"
         )
-    pages = None
+    given_pages = 0
     if config.cache_tokens is not None:
-        pages = config.cache_tokens // page_size
-        if not pages:
+        given_pages = config.cache_tokens // page_size
+        if not given_pages:
             raise CapacityError(
                 f"cache_tokens {config.cache_tokens} is less than a page of {page_size} tokens; "
                 "raise it or lower page_size"
             )
-        max_length = min(max_length, pages * page_size)
+        max_length = min(max_length, given_pages * page_size)
     default_rows = DEFAULT_MAX_BATCHED_TOKENS[device]
     weights = weight_bytes(model, scheme, device)
     if on_gpu and config.tensor_parallel == 1 and model.experts is None and model.parameters > LARGE_MODEL_PARAMETERS:
@@ -177,8 +187,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     max_sequences = config.max_sequences or (max_batched_tokens * 3 // 4 if on_gpu else DEFAULT_MAX_SEQUENCES_ON_CPU)
     max_sequences = min(max_sequences, max_batched_tokens)  # every running sequence has a token in every step
     page = page_size * bytes_per_token(model, scheme, device)
-    step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
-    step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
+    window = _own_window(model, config)
+    window_page = page * sum(one is not None for one in model.windows) // model.layers
     # While loading, before the cache is allocated: the largest matrix, its parts, and its fp32 copy. A rank reads the
     # whole embedding and head before it cuts them.
     loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * (10 if on_gpu else 4)
@@ -195,18 +205,37 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         available = min(available, config.memory_bytes)
     if not on_gpu:
         available //= config.tensor_parallel
-    if pages is None:
-        left = available - weights - step - process
-        sequence_pages = -(-max_length // page_size)
-        fitting = left // (page + step_page) - 1  # less the dump page
+    step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
+    step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
+    if on_gpu and window and config.max_sequences is None:
+        of_sequence = most_window_pages(window, page_size, 1, 0) * window_page
+        most = (available - weights - step - process) // WINDOWS_CACHE_SHARE // of_sequence
+        max_sequences = max(1, min(max_sequences, most))
+        step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
+
+    def cache_bytes(pages: int, window_pages: int) -> int:
+        if not window_pages:
+            return (pages + 1) * page  # with the dump page
+        return (pages + 1) * (page - window_page) + (window_pages + 1) * window_page
+
+    def fitting_pages(window_pages: int) -> int:
+        left = available - weights - step - process - cache_bytes(0, window_pages)
+        fitting = left // (cache_bytes(1, window_pages) - cache_bytes(0, window_pages) + step_page)
         # Half of a CPU's memory is left to other processes, but one longest sequence always fits.
-        taken = fitting if on_gpu else fitting // 2
-        pages = max(min(max_sequences * sequence_pages, taken), min(sequence_pages, fitting), 1)
-    workspace = max(step + pages * step_page, loading - (pages + 1) * page)
+        sequence_pages, taken = -(-max_length // page_size), fitting if on_gpu else fitting // 2
+        return max(min(max_sequences * sequence_pages, taken), min(sequence_pages, fitting), 1)
+
+    window_pages = most_window_pages(window, page_size, max_sequences, max_batched_tokens) if window else 0
+    pages = given_pages or fitting_pages(window_pages)
+    if window_pages >= pages:  # no layer needs more pages than one that sees all keys
+        window = window_pages = 0
+        pages = given_pages or fitting_pages(0)
+    cache = cache_bytes(pages, window_pages)
+    workspace = max(step + pages * step_page, loading - cache)
     plan = MemoryPlan(
         device=device,
         weights_bytes=weights,
-        cache_bytes=(pages + 1) * page,
+        cache_bytes=cache,
         workspace_bytes=workspace,
         process_bytes=process,
         available_bytes=available,
@@ -215,6 +244,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         max_batched_tokens=max_batched_tokens,
         max_sequences=max_sequences,
         max_length=min(max_length, pages * page_size),
+        window=window,
+        window_pages=window_pages,
     )
     if plan.total_bytes > available:
         limit = "" if config.memory_bytes is None else ", or raise memory_bytes"
@@ -232,6 +263,15 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
             "lower it, or raise cache_tokens or memory_bytes"
         )
     return plan
+
+
+def _own_window(model: ModelConfig, config: EngineConfig) -> int:
+    """Keys of the largest window, if layers with windows may have pages of their own; 0 if not.
+
+    Requests share pages of the prefix cache in all layers, so there these hold every key.
+    """
+    windows = [window for window in model.windows if window is not None]
+    return 0 if config.prefix_cache or len(windows) == model.layers else max(windows, default=0)
 
 
 def graph_tokens(model: ModelConfig, scheme: LinearScheme, max_batched_tokens: int) -> tuple[int, ...]:
@@ -328,7 +368,8 @@ def _gpu_step_bytes(
         token += mixture.active * (2 * (3 * mixture.intermediate_size + hidden) + 64) + 12 * mixture.count + hidden
     logits = sampled * _logit_elements(model) * 2 + BLOCK_SAMPLES * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
-    indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_batched_tokens)
+    tables = 2 if _own_window(model, config) else 1
+    indices = 2 * 4 * (2 * tables * sampled * -(-max_length // page_size) + 8 * max_batched_tokens)
     rotary = 2 * max_length * model.head_dim * 2
     return max_batched_tokens * token + logits + partial + indices + rotary, 0
 

@@ -250,10 +250,11 @@ def hidden_states(
         x_TD = shared.keep(x_TD)
     following = [(layer.input_norm_D, layer.qkv) for layer in weights.layers[1:]] + [(weights.norm_D, weights.head)]
     for layer, layer_cache, (next_norm_D, consumer) in zip(weights.layers, cache, following, strict=True):
+        paged = batch if layer_cache.window is None else batch.windowed or batch
         qkv_TN = ops.linear(h_TD, layer.qkv)
-        q_THE = ops.rotate_and_write(qkv_TN, layer.qk_norms_E, weights.rotary_LE, layer_cache, batch, config)
+        q_THE = ops.rotate_and_write(qkv_TN, layer.qk_norms_E, weights.rotary_LE, layer_cache, paged, config)
         if every_token or consumer is not weights.head:
-            a_TD = ops.attention(q_THE, layer_cache, batch, layer.output, layer.sinks_H)
+            a_TD = ops.attention(q_THE, layer_cache, paged, layer.output, layer.sinks_H)
         elif batch.samples:
             # After its keys and values, the last layer matters only for tokens that sample.
             if shared is not None:
@@ -261,7 +262,7 @@ def hidden_states(
             else:
                 x_TD = x_TD.index_select(0, batch.sample_indices)
             q_SHE = q_THE.index_select(0, batch.sample_indices)
-            a_TD = ops.sample_attention(q_SHE, layer_cache, batch, layer.output, layer.sinks_H)
+            a_TD = ops.sample_attention(q_SHE, layer_cache, paged, layer.output, layer.sinks_H)
         else:
             return x_TD.new_empty(0, config.hidden_size)
         feed_forward = layer.gate_up or layer.experts

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megatoken.engine.page_forecast import SharedPages
 from megatoken.engine.pages import PageAllocator
 from megatoken.engine.prefix_cache import PrefixCache
+from megatoken.engine.window_pages import WindowPages
 
 
 class PageTable:
@@ -20,14 +21,25 @@ class PageTable:
         prefixes: the prefix cache, if there is one.
         page_size: tokens of a page.
         found: ``[slots]`` int32, how many first pages of each slot came from the prefix cache.
+        windows: pages of the layers with windows, if they have their own.
     """
 
-    def __init__(self, slots: int, most_pages: int, page_size: int, num_pages: int, *, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        slots: int,
+        most_pages: int,
+        page_size: int,
+        num_pages: int,
+        windows: WindowPages | None = None,
+        *,
+        prefix_cache: bool,
+    ) -> None:
         """Starts with free pages only."""
         self.rows = np.zeros((slots, most_pages), dtype=np.int32)
         self.page_size = page_size
         self.prefixes = PrefixCache(num_pages) if prefix_cache else None
         self.found = np.zeros(slots, dtype=np.int32)
+        self.windows = windows
         self._pages: PageAllocator | PrefixCache = self.prefixes or PageAllocator(num_pages)
         self._keys: list[Sequence[bytes]] = [()] * slots
         self._places = np.arange(most_pages, dtype=np.int32)
@@ -90,7 +102,7 @@ class PageTable:
         assert self.prefixes is not None
         self.prefixes.register(self._keys[slot], self.rows[slot], start // self.page_size, end // self.page_size)
 
-    def release(self, slots: Sequence[int], held: Sequence[int], request_ids: list[int], computed: list[int]) -> None:
+    def release(self, slots: list[int], held: Sequence[int], request_ids: list[int], computed: list[int]) -> None:
         """Free the pages of sequences that leave their slots.
 
         Args:
@@ -99,6 +111,8 @@ class PageTable:
             request_ids: of each.
             computed: tokens of each that are in the cache; only the prefix cache needs them.
         """
+        if self.windows is not None:
+            self.windows.release(slots)
         pages = [self.rows[slot, :count] for slot, count in zip(slots, held, strict=True)]
         if isinstance(self._pages, PageAllocator):
             self._pages.release(np.concatenate(pages))

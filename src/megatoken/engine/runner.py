@@ -242,9 +242,7 @@ class ModelRunner:
         """Linears whose fp8 input scale was measured at start, because the checkpoint has none."""
         self.expanded_linears: dict[str, int] | None = None
         """4-bit linears that were expanded to e4m3 when they were loaded, and how many of them exactly."""
-        self._device = device
-        self._config = source.config
-        self._ops = ops
+        self._device, self._config, self._ops = device, source.config, ops
         scheme = self._scheme = scheme_of(config)
         compiling: list[Future[None]] = []
         if device.type == "cuda":
@@ -263,7 +261,8 @@ class ModelRunner:
             if memory.weights_bytes >= HUGE_PAGES_FROM_BYTES:
                 use_huge_pages()
         scales = [layer.cache_scales for layer in self._weights.layers]
-        self._cache = allocate_cache(source.config, scheme, memory.pages, memory.page_size, device, scales)
+        pages = memory.pages, memory.window_pages, memory.page_size
+        self._cache = allocate_cache(source.config, scheme, *pages, device, scales)
         self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64, device=device)
         self._workers = workers
         for kernel in compiling:

@@ -33,6 +33,7 @@ from megatoken.engine.fair_share import RESERVE, TURNS, FairShare, Group, Waitin
 from megatoken.engine.page_forecast import AnswerLengths, PageForecast
 from megatoken.engine.page_table import PageTable
 from megatoken.engine.step_plan import StepPlan
+from megatoken.engine.window_pages import WindowPages
 from megatoken.errors import CapacityError
 
 _ONE = np.int32(1)
@@ -74,26 +75,26 @@ class Scheduler:
         num_pages: int,
         max_length: int,
         prefix_cache: bool = False,
+        window: int = 0,
+        window_pages: int = 0,
     ) -> None:
         """Starts without requests.
 
         ``max_length``: tokens of the longest request, prompt and generated together. ``prefix_cache``: requests share
-        the pages of equal prefixes.
+        the pages of equal prefixes. ``window_pages``: of layers that see a ``window``, 0 if theirs are those of all.
 
         Raises:
             ValueError: a size below 1.
         """
         if min(max_batched_tokens, max_sequences, page_size, num_pages, max_length) < 1:
             raise ValueError("every size must be at least 1")
-        most_pages = -(-max_length // page_size)
-        self._pages = PageTable(max_sequences, most_pages, page_size, num_pages, prefix_cache=prefix_cache)
+        sizes = max_sequences, -(-max_length // page_size), page_size
+        self._windows = WindowPages(*sizes, window, window_pages) if window_pages else None
+        self._pages = PageTable(*sizes, num_pages, self._windows, prefix_cache=prefix_cache)
         self.page_table, self.prefixes = self._pages.rows, self._pages.prefixes
-        self.preemptions = 0
-        self.recomputed_tokens = 0
-        self._max_batched_tokens = max_batched_tokens
-        self._page_size = page_size
-        self._num_pages = num_pages
-        self._max_length = max_length
+        self.preemptions = self.recomputed_tokens = 0
+        self._max_batched_tokens, self._max_length = max_batched_tokens, max_length
+        self._page_size, self._num_pages = page_size, num_pages
         self._shares = FairShare(max_sequences, max_batched_tokens)
         # Running sequences, partial prefills last; replaced, never written in place. Each has computed all its tokens
         # but the newest and holds pages for those; a partial prefill has computed fewer and holds the pages of all.
@@ -106,8 +107,7 @@ class Scheduler:
         self._request_ids = np.zeros(max_sequences, dtype=np.int64)  # by slot
         self._prompt = np.zeros(max_sequences, dtype=np.int64)  # by slot
         self._answers = AnswerLengths()
-        self._last_request_id = -1
-        self._step = 0
+        self._last_request_id, self._step = -1, 0
 
     @property
     def waiting(self) -> int:
@@ -201,10 +201,9 @@ class Scheduler:
         if self._shares.remove(request_id):
             return True
         gone = (self._request_ids.take(self._running) == request_id).nonzero()[0]
-        if not len(gone):
-            return False
-        self._remove(gone, answered=answered)
-        return True
+        if len(gone):
+            self._remove(gone, answered=answered)
+        return len(gone) > 0
 
     def plan(
         self,
@@ -249,6 +248,9 @@ class Scheduler:
             start[decodes:], count[decodes:] = chunks.start, chunks.given
         started, tokens = slot[decodes + partial :], self._num_tokens[decodes + partial :].tolist()
         page_slot, page_index, page = self._pages.give(slot[full], computed[full], started, tokens)
+        if self._windows is not None:
+            growing = np.append(full, np.arange(decodes, running))
+            self._windows.give(slot[growing], start[growing], count[growing])
         sample = np.ones(running, dtype=np.bool_)
         unfinished = [decodes + at for at, _ in chunks.unfinished.values()]
         if shares.several:
@@ -257,9 +259,8 @@ class Scheduler:
             backlog = bool(unfinished) or shares.waiting > 0
             shares.note_step_alone(sum(chunks.given), running - len(unfinished), backlog=backlog)
         self._num_tokens = self._num_tokens + _ONE
-        self._partial = {}
+        self._partial = {group: chunks.start[at] + chunks.given[at] for group, (at, _) in chunks.unfinished.items()}
         if unfinished:
-            self._partial = {group: chunks.start[at] + chunks.given[at] for group, (at, _) in chunks.unfinished.items()}
             if unfinished[0] == running - len(unfinished):
                 sample[unfinished[0] :] = False
                 self._num_tokens[unfinished[0] :] -= _ONE
@@ -282,10 +283,10 @@ class Scheduler:
             page_index=page_index,
             page=page,
             heavy_tokens=chunks.heavy_tokens,
+            window_table=None if self._windows is None else self._windows.rows,
         )
         self._step += 1
-        done = (self._num_tokens == self._length).nonzero()[0]
-        if len(done):
+        if len(done := (self._num_tokens == self._length).nonzero()[0]):
             self._remove(done, answered=True)
         return plan
 
@@ -480,8 +481,7 @@ class Scheduler:
         if self.prefixes is not None:
             for one, tokens, slot in zip(gone.tolist(), num_tokens, slots, strict=True):
                 computed.append(tokens - 1 if one < decodes else self._partial[by_slot[slot]])
-        held = self._held(gone.tolist(), num_tokens)
-        self._pages.release(slots, held, self._request_ids[slots].tolist(), computed)
+        self._pages.release(slots, self._held(gone.tolist(), num_tokens), self._request_ids[slots].tolist(), computed)
         self._pages_at_limits -= sum([-(-(length - 1) // size) for length in lengths])
         self._free_slots += slots
         if answered:

@@ -31,6 +31,8 @@ class StepPlan:
     page_index: NDArray[np.int32]  # [N]
     page: NDArray[np.int32]  # [N]
     heavy_tokens: int | None = None  # of heavy groups, which were limited, if no other group has a prompt in the step
+    # page table of layers with windows, if they have pages of their own: what the step writes and sees is up to date
+    window_table: NDArray[np.int32] | None = None
 
     def work(self) -> tuple[int, int, Iterable[tuple[int, int]], int]:
         """What its cost depends on: decodes, keys that they see, first position and length of each chunk, samples."""

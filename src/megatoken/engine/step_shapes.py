@@ -29,10 +29,11 @@ LONG_DECODES, LONG_PROMPTS = 16, 128
 class ShapeLadder:
     """Finds the shape of a step."""
 
-    def __init__(self, sizes: Sequence[int], page_size: int) -> None:
-        """``sizes``: numbers of tokens that a step is padded to, ascending."""
+    def __init__(self, sizes: Sequence[int], page_size: int, *, windowed: bool = False) -> None:
+        """``sizes``: numbers of tokens that a step is padded to, ascending. ``windowed``: see ``StepShape``."""
         self._sizes = sizes
         self._page_size = page_size
+        self._windowed = windowed
 
     def shape(self, tokens: int, *, decodes: int, prompts: bool, samples: int, length: int) -> StepShape:
         """``tokens``, ``decodes``, ``samples``: of the step. ``length``: of the longest sequence."""
@@ -52,6 +53,7 @@ class ShapeLadder:
             samples=next((room + chunks for room in rooms if room + chunks >= samples), size + chunks),
             longest=longest,
             pages=-(-longest // self._page_size),
+            windowed=self._windowed,
         )
 
     def first(self, max_sequences: int, max_length: int) -> list[StepShape]:

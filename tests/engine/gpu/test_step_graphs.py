@@ -197,7 +197,7 @@ def test_a_step_that_computes_longer_than_it_is_launched_is_not_recorded(
 ) -> None:
     """70B on one H200: 256 tokens take 33 ms, their launches 32; half the model 17."""
     device = torch.device("cuda")
-    cache = allocate_cache(find_shape("tiny"), find_scheme("fp8"), 1, 32, device, [(1.0, 1.0)] * 6)[0]
+    cache = allocate_cache(find_shape("tiny"), find_scheme("fp8"), 1, 0, 32, device, [(1.0, 1.0)] * 6)[0]
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     model = find_shape("llama2-70b")
     config = EngineConfig(precision="fp8", max_batched_tokens=512, tensor_parallel=ranks)

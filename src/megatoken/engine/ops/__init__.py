@@ -36,7 +36,14 @@ Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Batch(Protocol):
-    """One step on the device. A back end adds the indices of its attention."""
+    """One step on the device. A back end adds the indices of its attention.
+
+    ``windowed``: the step as layers with windows see it, if they have pages of their own.
+    """
+
+    @property
+    def windowed(self) -> Batch | None:
+        """See above."""
 
     token_ids: Tensor
     samples: int

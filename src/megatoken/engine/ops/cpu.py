@@ -6,7 +6,7 @@ Without compiled kernels, attention copies the keys and values of one sequence a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -83,6 +83,7 @@ class Batch:
     sample_indices: Tensor
     sample_slots: Tensor
     sample_page_table: PageTable
+    windowed: Batch | None = None  # the step in layers with windows, if these have pages of their own
 
 
 def kernels() -> dict[str, Any]:
@@ -312,8 +313,8 @@ def prepare(arrays: StepArrays, last_tokens: Tensor) -> Batch:
     token_ids = torch.from_numpy(arrays.token_ids.astype(np.int64))
     decodes = arrays.decodes
     token_ids[:decodes] = last_tokens.index_select(0, torch.from_numpy(arrays.table_slots[:decodes]))
-    page_table, sample_page_table = page_tables(arrays)
-    return Batch(
+    page_table, sample_page_table = page_tables(arrays, arrays.pages)
+    batch = Batch(
         token_ids=token_ids,
         positions=torch.from_numpy(arrays.positions),
         cache_slots=torch.from_numpy(arrays.cache_slots),
@@ -323,10 +324,20 @@ def prepare(arrays: StepArrays, last_tokens: Tensor) -> Batch:
         sample_slots=torch.from_numpy(arrays.sample_slots),
         sample_page_table=sample_page_table,
     )
+    if not arrays.windowed:
+        return batch
+    page_table, sample_page_table = page_tables(arrays, arrays.window_pages)
+    windowed = replace(
+        batch,
+        cache_slots=torch.from_numpy(arrays.window_slots),
+        page_table=page_table,
+        sample_page_table=sample_page_table,
+    )
+    return replace(batch, windowed=windowed)
 
 
-def page_tables(arrays: StepArrays) -> tuple[PageTable, PageTable]:
-    """Of all tokens, and of those that sample."""
+def page_tables(arrays: StepArrays, pages: NDArray[np.int32]) -> tuple[PageTable, PageTable]:
+    """Of all tokens, and of those that sample; ``pages``: those of ``arrays``, or those of layers with windows."""
 
     def table(pages_RP: NDArray[np.int32], lengths_R: NDArray[np.int32], starts: NDArray[np.int64]) -> PageTable:
         return PageTable(*map(torch.from_numpy, (pages_RP, lengths_R, starts.astype(np.int32))))
@@ -334,13 +345,13 @@ def page_tables(arrays: StepArrays) -> tuple[PageTable, PageTable]:
     # A token of padding is a sequence of one key in the dump page.
     tokens, sampled = int(arrays.chunk_starts[-1]), arrays.sampled
     padding = len(arrays.positions) - tokens
-    dump_pages = np.full((padding, arrays.pages.shape[1]), DUMP_PAGE, dtype=np.int32)
+    dump_pages = np.full((padding, pages.shape[1]), DUMP_PAGE, dtype=np.int32)
     every = table(
-        np.concatenate((arrays.pages, dump_pages)),
+        np.concatenate((pages, dump_pages)),
         np.concatenate((arrays.lengths, np.ones(padding, dtype=np.int32))),
         np.concatenate((np.arange(arrays.decodes), arrays.chunk_starts, tokens + 1 + np.arange(padding))),
     )
-    return every, table(arrays.pages[sampled], arrays.lengths[sampled], np.arange(arrays.samples + 1))
+    return every, table(pages[sampled], arrays.lengths[sampled], np.arange(arrays.samples + 1))
 
 
 def rotate_and_write(

@@ -7,7 +7,7 @@ that linear as its consumer and writes the format that it takes, so that quantis
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -53,6 +53,7 @@ class Batch:
     sample_pages: Tensor
     sample_lengths: Tensor
     sample_host_lengths: NDArray[np.int32]
+    windowed: Batch | None  # the step in layers with windows, if these have pages of their own
 
 
 def kernels() -> dict[str, Any]:
@@ -107,7 +108,7 @@ def prepare(arrays: StepArrays, last_tokens: Tensor) -> Batch:
 def index_parts(arrays: StepArrays) -> dict[str, NDArray[np.int32]]:
     """The arrays of a step that the device needs: two for the token ids, the others by their names in ``Batch``."""
     sampled = arrays.sampled
-    return {
+    parts = {
         "host_ids": arrays.token_ids,
         "table_slots": arrays.table_slots,
         "positions": arrays.positions,
@@ -120,6 +121,13 @@ def index_parts(arrays: StepArrays) -> dict[str, NDArray[np.int32]]:
         "pages": arrays.pages,
         "sample_pages": arrays.pages[sampled],
     }
+    if arrays.windowed:
+        parts |= {
+            "window_slots": arrays.window_slots,
+            "window_pages": arrays.window_pages,
+            "window_sample_pages": arrays.window_pages[sampled],
+        }
+    return parts
 
 
 def pack(parts: Mapping[str, NDArray[np.int32]]) -> Tensor:
@@ -138,7 +146,8 @@ def unpack(arrays: StepArrays, parts: Mapping[str, NDArray[np.int32]], indices: 
         name: indices[start : start + part.size].view(part.shape)
         for (name, part), start in zip(parts.items(), _part_starts(parts), strict=False)
     }
-    return Batch(
+    own = [views.pop(name) for name in ("window_slots", "window_pages", "window_sample_pages") if arrays.windowed]
+    batch = Batch(
         token_ids=tokens.gather_tokens(views.pop("host_ids"), views.pop("table_slots"), last_tokens),
         decodes=arrays.decodes,
         host_lengths=arrays.lengths,
@@ -146,8 +155,13 @@ def unpack(arrays: StepArrays, parts: Mapping[str, NDArray[np.int32]], indices: 
         longest_context=int(arrays.lengths[arrays.decodes :].max(initial=0)),
         samples=arrays.samples,
         sample_host_lengths=arrays.lengths[arrays.sampled],
+        windowed=None,
         **views,
     )
+    if not own:
+        return batch
+    cache_slots, pages, sample_pages = own
+    return replace(batch, windowed=replace(batch, cache_slots=cache_slots, pages=pages, sample_pages=sample_pages))
 
 
 def _part_starts(parts: Mapping[str, NDArray[np.int32]]) -> list[int]:

@@ -57,7 +57,7 @@ class StepGraphs:
         samples = sizes[-1] + GRAPH_CHUNKS
         self._logits = torch.empty(samples, config.vocabulary_size, dtype=torch.bfloat16, device=device)
         self._ids = torch.empty(samples, dtype=torch.int64, device=device)
-        self._ladder = ShapeLadder(sizes, cache.page_size)
+        self._ladder = ShapeLadder(sizes, cache.page_size, windowed=memory.window_pages > 0)
         self._to_record = deque(self._ladder.first(memory.max_sequences, memory.max_length))
         self._launched: Counter[StepShape] = Counter()
         self._substituted: Counter[StepShape] = Counter()

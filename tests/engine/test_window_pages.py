@@ -1,0 +1,191 @@
+"""Pages of layers with windows: what a step sees is what was written, and answers are those of transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from checkpoints import MIXTURES, is_greedy, make_checkpoint
+from engines import SIZES, assert_idle, make_engine, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from over_admission import expect_short_answers
+from transformers import PreTrainedModel
+
+from examples import examples
+from megatoken.engine import Engine, EngineConfig
+from megatoken.engine.config import SHAPES
+from megatoken.engine.memory import plan_memory_of
+from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.step_plan import StepPlan
+from megatoken.engine.window_pages import most_window_pages
+
+WINDOWED = {"max_length": 250, "max_sequences": 4, "max_batched_tokens": 24, "cache_tokens": 400}
+"""Sequences of forty windows of 6 tokens."""
+
+
+# Plans
+
+
+class Cache:
+    """Which token's key each place of a layer with windows holds, as plans write it."""
+
+    def __init__(self, scheduler: Scheduler, window: int, page_size: int, pages: int) -> None:
+        self.windows = scheduler._windows
+        self.window, self.page_size, self.pages = window, page_size, pages
+        self.keys: dict[int, tuple[int, int]] = {}
+
+    def run(self, plan: StepPlan) -> None:
+        """All keys of a step are written before any is read."""
+        columns = (column.tolist() for column in (plan.slot, plan.request_id, plan.start, plan.count))
+        steps = list(zip(*columns, strict=True))
+        written = set()
+        for slot, request_id, start, count in steps:
+            for position in range(start, start + count):
+                place = self.place(plan, slot, position)
+                assert place not in written
+                written.add(place)
+                self.keys[place] = request_id, position
+        for slot, request_id, start, count in steps:
+            for position in range(max(0, start - self.window + 1), start + count):
+                assert self.keys[self.place(plan, slot, position)] == (request_id, position)
+
+    def place(self, plan: StepPlan, slot: int, position: int) -> int:
+        page = int(plan.window_table[slot, position // self.page_size])
+        assert 0 <= page < self.pages
+        return page * self.page_size + position % self.page_size
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.integers(1, 40),
+    st.sampled_from([1, 3, 4, 16]),
+    st.integers(1, 40),
+    st.integers(1, 6),
+    st.integers(0, 2**32),
+)
+def test_a_step_sees_the_keys_that_were_written(
+    window: int, page_size: int, max_batched_tokens: int, max_sequences: int, seed: int
+) -> None:
+    """With chunks, several groups, preemptions and requests that end early; no plan needs more pages than there are."""
+    draw = random.Random(seed)
+    pages = most_window_pages(window, page_size, max_sequences, max_batched_tokens)
+    scheduler = Scheduler(
+        max_batched_tokens=max_batched_tokens,
+        max_sequences=max_sequences,
+        page_size=page_size,
+        num_pages=-(-120 // page_size) * draw.randint(1, 3),
+        max_length=120,
+        window=window,
+        window_pages=pages,
+    )
+    if draw.random() < 0.5:
+        expect_short_answers(scheduler)
+    cache, active, held = Cache(scheduler, window, page_size, pages), set(), 1 - (2 - window) // page_size
+    for request_id in range(12):
+        scheduler.add(request_id, draw.randint(1, 90), draw.randint(1, 30), share=(draw.choice("abc"), 1.0))
+        active.add(request_id)
+        for _ in range(draw.randint(0, 12)):
+            step(scheduler, cache, draw)
+            assert pages - cache.windows.free <= held * scheduler.running
+        if draw.random() < 0.2:
+            scheduler.end(draw.randint(0, request_id), answered=False)
+    while step(scheduler, cache, draw):
+        assert pages - cache.windows.free <= held * scheduler.running
+    assert cache.windows.free == pages
+    assert scheduler.free_pages == scheduler._num_pages
+
+
+def step(scheduler: Scheduler, cache: Cache, draw: random.Random) -> bool:
+    plan = scheduler.plan(prompt_tokens=draw.choice((None, 1, 5)))
+    if plan is not None:
+        cache.run(plan)
+    return plan is not None
+
+
+# Answers
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    directory = tmp_path_factory.mktemp("gpt-oss")
+    return directory, make_checkpoint(directory, "GptOss", **MIXTURES["GptOss"])
+
+
+def windowed_engine(directory: Path, **changes: object) -> Engine:
+    engine = make_engine(directory, **{**WINDOWED, **changes})
+    assert 0 < engine.memory_plan.window_pages < engine.memory_plan.pages
+    return engine
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_batched_tokens": 1, "page_size": 1},
+        {"max_batched_tokens": 7, "overlap": True},
+        {"max_batched_tokens": 64, "max_sequences": 2},
+        {"tensor_parallel": 2, "overlap": True},
+    ],
+    ids=["one token", "chunks", "prompts in one step", "two ranks"],
+)
+def test_tokens_are_those_of_transformers(gpt_oss: tuple[Path, PreTrainedModel], changes: dict[str, object]) -> None:
+    directory, model = gpt_oss
+    engine = windowed_engine(directory, **changes)
+    requests = [request(seed, 40, length) for seed, length in enumerate((3, 60, 151, 5, 90, 29))]
+    for one, completion in zip(requests, engine.generate(requests), strict=True):
+        assert len(completion.token_ids) == 40
+        assert is_greedy(model, one.prompt, completion.token_ids)
+    assert_idle(engine)
+    assert engine._scheduler._windows.free == engine.memory_plan.window_pages
+    engine.close()
+
+
+def test_preempted_requests_answer_as_alone(gpt_oss: tuple[Path, PreTrainedModel]) -> None:
+    directory, model = gpt_oss
+    engine = windowed_engine(directory, cache_tokens=200, max_sequences=4, max_length=180)
+    expect_short_answers(engine._scheduler)
+    requests = [request(seed, 90, 3 + seed * 17 % 70) for seed in range(8)]
+    for one, completion in zip(requests, engine.generate(requests), strict=True):
+        assert is_greedy(model, one.prompt, completion.token_ids)
+    assert engine.state().preemptions > 0
+    assert engine._scheduler._windows.free == engine.memory_plan.window_pages
+
+
+def test_other_precisions_answer_as_with_all_keys(gpt_oss: tuple[Path, PreTrainedModel]) -> None:
+    """Without pages of their own, which a prefix cache does not allow, layers with windows hold every key."""
+    directory, _ = gpt_oss
+    for precision in ("bf16", "fp8"):
+        engines = (
+            windowed_engine(directory, precision=precision),
+            make_engine(directory, **WINDOWED, precision=precision, prefix_cache=True),
+        )
+        assert engines[1].memory_plan.window_pages == 0
+        one, other = (engine.generate([request(seed, 30, 100) for seed in range(3)]) for engine in engines)
+        assert [answer.token_ids for answer in one] == [answer.token_ids for answer in other]
+
+
+# Memory
+
+
+def test_the_plan_counts_what_windows_hold() -> None:
+    shape, sizes = SHAPES["gpt-oss-120b"], {"max_batched_tokens": 4096, "max_length": 2304}
+    available = 149_557_477_376
+    plan, whole = (
+        plan_memory_of(shape, EngineConfig("fp8", **sizes, prefix_cache=prefix_cache), "cuda", available)
+        for prefix_cache in (False, True)
+    )
+    page = 2 * 8 * 64 * 32 * 18  # bytes of half of the layers
+    assert plan.window == 128
+    assert plan.window_pages == plan.max_sequences * 6 + 4096 // 32
+    assert plan.cache_bytes == (plan.pages + plan.window_pages + 2) * page
+    assert plan.window_pages < plan.cache_bytes / page / 7
+    assert whole.cache_bytes == (whole.pages + 1) * 2 * page
+    assert plan.cache_tokens > 1.7 * whole.cache_tokens
+    assert available - 10**6 < plan.total_bytes <= available
+    assert whole.window_pages == 0
+
+
+def test_few_pages_are_shared_by_all_layers(gpt_oss: tuple[Path, PreTrainedModel]) -> None:
+    """Windows of 6 slots may need more pages than the cache has."""
+    assert make_engine(gpt_oss[0], **{**SIZES, "max_batched_tokens": 24}).memory_plan.window_pages == 0
