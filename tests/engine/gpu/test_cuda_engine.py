@@ -112,6 +112,20 @@ def test_a_mixture_agrees_with_transformers(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_pages_of_windows_change_no_bit(precision: str, graphs: bool, tmp_path: Path) -> None:
+    """With a prefix cache every layer holds every key; the prompts have nothing in common."""
+    bf16_checkpoint(tmp_path, "GptOss", **MIXTURES["GptOss"])
+    prompts = some_prompts([1, 33, 200, 700, 64, 500, 90, 31])
+    requests = [Request(prompt, 260 - len(prompt) // 4, ignore_end_token=True) for prompt in prompts]
+    config = EngineConfig(precision=precision, cuda_graphs=graphs, **SIZES)
+    engines = [Engine(tmp_path, replace(config, prefix_cache=whole)) for whole in (False, True)]
+    assert [engine.memory_plan.window_pages > 0 for engine in engines] == [True, False]
+    own, whole = (engine.generate(requests) for engine in engines)
+    assert [answer.token_ids for answer in own] == [answer.token_ids for answer in whole]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_step_on_its_way_changes_no_bit(llama: Path, precision: str) -> None:
     requests = mixed_requests()
     answers = [
