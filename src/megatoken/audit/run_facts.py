@@ -213,6 +213,8 @@ def _planned(run: Run, plan: Mapping[str, Any]) -> Iterator[str]:
     ranks = config.get("tensor_parallel") or 1
     sizes = {name: plan[name] for name in ("page_size", "max_batched_tokens", "max_sequences", "max_length")}
     own = {name: config[name] for name in ("fp8_scales", "cuda_graphs") if config.get(name) is not None}
+    # A prefix cache keeps every key in layers with windows too, as every engine did before plans had ``window_pages``.
+    own["prefix_cache"] = bool(config.get("prefix_cache")) or "window_pages" not in plan
     available = plan["available_bytes"] * (ranks if plan["device"] == "cpu" else 1)
     own |= {"tensor_parallel": ranks, "cache_tokens": plan["pages"] * plan["page_size"]}
     try:

@@ -44,9 +44,6 @@ MOST_PADDING = 31  # tokens added to those of an expert on a CPU, see ``ops.cpu.
 WINDOWED_QUERIES_ON_CPU = 32
 """Queries of a layer with sinks or a window that attend at a time."""
 DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the tokens; the others are for prompts
-WINDOWS_CACHE_SHARE = 8
-"""Part of a GPU's cache that pages of windows take at most, one in so many, where the number of sequences is derived:
-with windows of 128 tokens and pages of 32, sequences of 1,300 tokens use both kinds of pages up at the same time."""
 DEFAULT_PAGE_SIZE = 32
 GPU_PAGE_SIZES = (16, 32, 64, 128)
 LARGE_MODEL_PARAMETERS = 30e9
@@ -207,11 +204,6 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         available //= config.tensor_parallel
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
     step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
-    if on_gpu and window and config.max_sequences is None:
-        of_sequence = most_window_pages(window, page_size, 1, 0) * window_page
-        most = (available - weights - step - process) // WINDOWS_CACHE_SHARE // of_sequence
-        max_sequences = max(1, min(max_sequences, most))
-        step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
 
     def cache_bytes(pages: int, window_pages: int) -> int:
         if not window_pages:

@@ -65,9 +65,10 @@ class Replica:
         return self.simulation.memory.max_batched_tokens
 
     def memory_requests(self, lengths: Lengths) -> int:
-        """Requests whose whole contexts, in whole pages, fit in the KV cache."""
-        page = self.simulation.memory.page_size
-        return self.cache_tokens // (page * math.ceil(lengths.context / page))
+        """Requests whose whole contexts, in whole pages, fit in the KV cache, or the windows of layers that have them."""
+        memory, page = self.simulation.memory, self.simulation.memory.page_size
+        whole = self.cache_tokens // (page * math.ceil(lengths.context / page))
+        return min(whole, memory.max_sequences) if memory.window_pages else whole
 
     def step_seconds(self, lengths: Lengths, requests: int) -> float:
         """Time of the mean step with ``requests`` in flight; prompts of ended requests' successors are part of it."""
