@@ -1,7 +1,8 @@
 """Model folders without weights: ``config.json`` and a tokenizer, for servers that make random weights of their own.
 
 python benchmarks/peers/random_model.py llama3.1-8b FOLDER
-python benchmarks/peers/random_model.py llama3.1-8b FOLDER --fp8    # for vLLM: fp8 with one scale a tensor
+python benchmarks/peers/random_model.py llama3.1-8b FOLDER --fp8  # one scale a tensor
+python benchmarks/peers/random_model.py qwen3-30b-a3b FOLDER --fp8 block  # one for each 128 x 128, as Qwen's own
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatoken.engine.config import SHAPES, ModelConfig
 
+FP8: dict[str, dict[str, Any]] = {
+    "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
 
-def make_model_folder(model: ModelConfig, folder: Path, *, fp8: bool = False) -> None:
+
+def make_model_folder(model: ModelConfig, folder: Path, *, fp8: str | None = None) -> None:
     """``config.json``, and a ``tokenizer.json`` whose every id has a text of three to six letters.
 
-    With ``fp8`` the configuration says that the weights are stored in e4m3, which megatoken takes from ``--precision``.
+    With ``fp8``, a key of ``FP8``, the configuration says that the weights are stored in e4m3, which megatoken takes
+    from ``--precision``. Of mixtures, only Qwen3's are known.
     """
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3MoeForCausalLM" if model.experts else "LlamaForCausalLM"],
+        "model_type": "qwen3_moe" if model.experts else "llama",
         "dtype": "bfloat16",
         "vocab_size": model.vocabulary_size,
         "hidden_size": model.hidden_size,
@@ -41,8 +48,15 @@ def make_model_folder(model: ModelConfig, folder: Path, *, fp8: bool = False) ->
         "tie_word_embeddings": model.tied_embeddings,
         "eos_token_id": list(model.end_token_ids),
     }
-    if fp8:
-        config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    if model.experts:
+        config |= {
+            "num_experts": model.experts.count,
+            "num_experts_per_tok": model.experts.active,
+            "moe_intermediate_size": model.experts.intermediate_size,
+            "norm_topk_prob": model.experts.normalized,
+        }
+    if fp8 is not None:
+        config["quantization_config"] = FP8[fp8]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -60,7 +74,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--fp8", action="store_true", help="state that the weights are stored in fp8")
+    parser.add_argument("--fp8", choices=list(FP8), nargs="?", const="tensor", help="state that they are stored in fp8")
     options = parser.parse_args()
     make_model_folder(SHAPES[options.shape], options.folder, fp8=options.fp8)
     return 0
