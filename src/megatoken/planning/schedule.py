@@ -65,7 +65,7 @@ class Replica:
         return self.simulation.memory.max_batched_tokens
 
     def memory_requests(self, lengths: Lengths) -> int:
-        """Requests whose whole contexts, in whole pages, fit in the KV cache, or the windows of layers that have them."""
+        """Requests whose contexts, in whole pages, fit in the KV cache; with windows, these too."""
         memory, page = self.simulation.memory, self.simulation.memory.page_size
         whole = self.cache_tokens // (page * math.ceil(lengths.context / page))
         return min(whole, memory.max_sequences) if memory.window_pages else whole
