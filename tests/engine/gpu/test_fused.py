@@ -13,6 +13,7 @@ from examples import examples
 from megatoken.engine.config import RopeConfig
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import fused, reference, tokens
+from megatoken.engine.ops.gated_product import ORDER, interleaved
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 pytestmark = MARKS
@@ -181,6 +182,16 @@ def test_silu_mul(rows: int, ffn: int, scale: float | None) -> None:
     exact = silu_mul_reference(gate_up)
     out = fused.silu_mul(gate_up, None if scale is None else scalar(scale))
     assert_rounded(out, exact if scale is None else (exact / scale).clamp(-E4M3_MAX, E4M3_MAX))
+
+
+@pytest.mark.parametrize(("rows", "ffn"), [(3, 128), (2, 2176), (5, 2048), full_size(256, 28672)])
+@pytest.mark.parametrize("scale", [None, 0.05])
+def test_silu_mul_interleaved(rows: int, ffn: int, scale: float | None) -> None:
+    gate_up = normal(rows, 2 * ffn, seed=4, spread=4.0)
+    mixed = interleaved(gate_up.t()).t().contiguous()
+    scales = None if scale is None else scalar(scale)
+    out = fused.silu_mul(mixed, scales, interleaved=ORDER)
+    assert (out.float() == fused.silu_mul(gate_up, scales).float()).all()
 
 
 @pytest.mark.parametrize(("rows", "ffn"), SILU_SHAPES)

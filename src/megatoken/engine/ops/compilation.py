@@ -19,7 +19,7 @@ from megatoken.engine.ops import fused, paged_attention, prompt_attention, token
 from megatoken.engine.ops.cuda import DECODE
 from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
-from megatoken.engine.ops.gated_product import CLUSTERS, compiled, obstacle
+from megatoken.engine.ops.gated_product import CLUSTERS, ORDER, compiled, obstacle
 from megatoken.engine.ops.grouped_product import FEW_ROWS, MANY_ROWS, SOME_ROWS, TileConfig, grouped_product
 from megatoken.engine.ops.prompt_attention import ChunkConfig
 from megatoken.engine.ops.routing_kernels import route
@@ -140,6 +140,9 @@ def launches(
     inputs = [launch for consumer in consumers for launch in of_input(consumer)]
     if scheme.fp8_scales == "tensor" and obstacle(config.intermediate_size, config.hidden_size, device) is None:
         inputs += [partial(compiled, x_TD.device.index, cluster) for cluster in CLUSTERS]
+        inputs += [
+            partial(fused.silu_mul, gate_up_T2F, consumer.device_scale, interleaved=ORDER) for consumer in consumers
+        ]
     if not any(consumer.takes_bf16 for consumer in consumers):
         head = Linear(norm_D, None)
         inputs.append(lambda: head.normed(x_TD, x_TD.clone(), norm_D, epsilon))

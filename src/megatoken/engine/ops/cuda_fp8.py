@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatoken.engine.ops import fused
 from megatoken.engine.ops.cuda_linear import InputScale, Linear
-from megatoken.engine.ops.gated_product import gated_product, interleaved, obstacle, separated
+from megatoken.engine.ops.gated_product import FEWEST_TOKENS, ORDER, gated_product, interleaved, obstacle
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX, Fp8Weight, with_one_scale
 from megatoken.errors import CapacityError
 
@@ -89,13 +89,13 @@ class TensorScaledLinear(Linear):
 
 @dataclass(slots=True)
 class GatedLinear(TensorScaledLinear):
-    """A gate above its up; ``product`` gives their columns in the order of ``interleaved``."""
+    """A gate above its up, rows ``interleaved``."""
 
     def gated(self, x: Any, consumer: Linear) -> Any:
-        """In one kernel once both input scales are known."""
+        """In one kernel if that is faster and both input scales are known."""
         input_scale, out_scale = self.device_scale, consumer.device_scale
-        if input_scale is None or out_scale is None:
-            return consumer.activated(separated(self.product(x)))
+        if input_scale is None or out_scale is None or len(x) < FEWEST_TOKENS:
+            return fused.silu_mul(self.product(x), out_scale, interleaved=ORDER)
         return gated_product(x, self.weight, input_scale, self.weight_scale, out_scale)
 
 

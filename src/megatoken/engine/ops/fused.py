@@ -153,6 +153,26 @@ def _silu_mul_kernel(gate_up, scale, out, F: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * F + column, y.to(out.dtype.element_ty), mask=column < F)
 
 
+@triton.jit(do_not_specialize=["scale"])
+def _silu_mul_interleaved_kernel(
+    gate_up, scale, out, F: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, FEATURES: tl.constexpr
+):
+    """Pairs of a gate and its up, those of ``LANES`` runs of ``FEATURES`` neighbouring features in turn."""
+    blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    pair = program % blocks * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    both = tl.load(gate_up + row * (2 * F) + pair, mask=pair < 2 * F, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+    y = gate / (1.0 + tl.exp2(gate * _MINUS_LOG2_E)) * up
+    if scale is not None:
+        y = saturate(y * (1.0 / tl.load(scale)))
+    tiles: tl.constexpr = BLOCK // (LANES * FEATURES)
+    y = tl.permute(tl.reshape(y.to(out.dtype.element_ty), (tiles, FEATURES, LANES)), (0, 2, 1))
+    tl.store(out + row * F + column, tl.reshape(y, (BLOCK,)), mask=column < F)
+
+
 @triton.jit
 def _silu_mul_rows_kernel(gate_up, out, out_scale, F: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -169,12 +189,21 @@ def _silu_mul_rows_kernel(gate_up, out, out_scale, F: tl.constexpr, BLOCK: tl.co
         tl.store(out + row * F + column, y.to(out.dtype.element_ty), mask=column < F)
 
 
-def silu_mul(gate_up_T2F: Tensor, scale: Tensor | None = None, *, block: int = 2048, warps: int = 4) -> Tensor:
+def silu_mul(
+    gate_up_T2F: Tensor,
+    scale: Tensor | None = None,
+    *,
+    interleaved: tuple[int, int] | None = None,
+    block: int = 2048,
+    warps: int = 4,
+) -> Tensor:
     """``silu(gate) * up``.
 
     Args:
         gate_up_T2F: bf16 [T, 2 F], gate in the first F columns.
         scale: fp32, one element: the result is e4m3 of ``y / scale``. None: the result is bf16.
+        interleaved: (L, N): columns are pairs of a gate and its up instead, feature ``L N t + N l + n`` in the pair
+            ``L N t + L n + l``; L N divides F and ``block``.
         block: columns per program.
         warps: per program.
 
@@ -186,7 +215,10 @@ def silu_mul(gate_up_T2F: Tensor, scale: Tensor | None = None, *, block: int = 2
     out = torch.empty((rows, width // 2), dtype=dtype, device=gate_up_T2F.device)
     require_contiguous(gate_up_T2F)
     grid = rows * triton.cdiv(width // 2, block)
-    _silu_mul_kernel[(grid,)](gate_up_T2F, scale, out, width // 2, block, num_warps=warps)
+    if interleaved is None:
+        _silu_mul_kernel[(grid,)](gate_up_T2F, scale, out, width // 2, block, num_warps=warps)
+    else:
+        _silu_mul_interleaved_kernel[(grid,)](gate_up_T2F, scale, out, width // 2, block, *interleaved, num_warps=warps)
     return out
 
 

@@ -23,11 +23,15 @@ ROWS, COLUMNS, DEPTH = 128, 256, 128
 """Of a tile: tokens, gates and ups, and the bytes of a row that are multiplied at a time."""
 STAGES = 4
 CLUSTERS = (1, 2)
-"""Of programs that share copies of weights: alone for few tokens, in pairs for many."""
+"""Programs that share copies of weights. In pairs, an odd number of tiles of tokens wastes one."""
+_MOST_WASTED = 1 / 16
 THREADS = 384
 SUMS = 128
 """Of a thread."""
-_LANES, _LANE_FEATURES = 4, 32
+ORDER = (4, 32)
+"""Lanes that share a tile's features, and the features of each: see ``interleaved``."""
+FEWEST_TOKENS = 512
+"""Fewer are faster as a product of cuBLASLt, whose tiles are then smaller, and the activation after it."""
 _CAPABILITY = (9, 0)
 _MOST_DESCRIBED = 4096
 
@@ -48,14 +52,8 @@ def interleaved(gate_up_ND: Tensor) -> Tensor:
 
     Row 256 t + 8 j + 2 l + p is feature 128 t + 32 l + j of the gate (p = 0) or of the up (p = 1).
     """
-    parts = gate_up_ND.view(2, -1, _LANES, _LANE_FEATURES, gate_up_ND.shape[1])
+    parts = gate_up_ND.view(2, -1, *ORDER, gate_up_ND.shape[1])
     return parts.permute(1, 3, 2, 0, 4).reshape(gate_up_ND.shape)
-
-
-def separated(gate_up_TN: Tensor) -> Tensor:
-    """Columns [T, 2 F] in the order of ``interleaved`` rows, as gates and then ups."""
-    parts = gate_up_TN.view(len(gate_up_TN), -1, _LANE_FEATURES, _LANES, 2)
-    return parts.permute(0, 4, 1, 3, 2).reshape(gate_up_TN.shape)
 
 
 def gated_product(
@@ -75,7 +73,8 @@ def gated_product(
     if not len(x_TD):
         return out_TF
     if cluster is None:
-        cluster = CLUSTERS[len(x_TD) > ROWS]
+        row_tiles = -(-len(x_TD) // ROWS)
+        cluster = CLUSTERS[row_tiles % 2 == 0 or 1 / (row_tiles + 1) <= _MOST_WASTED]
     compiled(x_TD.device.index, cluster)(x_TD, gate_up_ND, (x_scale, weight_scale, out_scale, out_TF))
     return out_TF
 
