@@ -32,6 +32,7 @@ _NAMES = (
     (DECODE, re.compile(r"^_decode_kernel|^_merge_kernel|kernel_mha|xqa")),
     (CHUNK, re.compile(r"^_chunk_kernel")),
     (NORMS, re.compile(r"^_add_rms_norm")),
+    (GATE_UP, re.compile(r"^gated_product")),  # with the activation
     (ACTIVATION, re.compile(r"^_silu_mul")),
     (ROTATION, re.compile(r"^_rotate_and_write")),
     (ARGMAX, re.compile(r"^_argmax")),
@@ -75,7 +76,7 @@ def _product(before: str, after: str) -> str:
     """Which product stands between two parts."""
     if after in (ROTATION, ACTIVATION, ARGMAX):
         return {ROTATION: QKV, ACTIVATION: GATE_UP, ARGMAX: HEAD}[after]
-    return {ACTIVATION: DOWN, DECODE: OUTPUT, CHUNK: OUTPUT}.get(before, OTHER_PRODUCTS)
+    return {ACTIVATION: DOWN, GATE_UP: DOWN, DECODE: OUTPUT, CHUNK: OUTPUT}.get(before, OTHER_PRODUCTS)
 
 
 def step_work(plan: StepPlan, model: ModelConfig, fp8: bool) -> dict[str, float]:

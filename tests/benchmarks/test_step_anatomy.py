@@ -104,6 +104,11 @@ def test_every_kernel_of_a_step_finds_its_part() -> None:
     assert parts_of(timeline(list(names))) == list(expected)
 
 
+def test_gate_up_and_activation_may_be_one_kernel() -> None:
+    kernels = [Kernel(name, 0, 1) for name in (CUBLAS, "_add_rms_norm_kernel", "gated_product", CUBLAS)]
+    assert parts_of(kernels) == [OTHER_PRODUCTS, NORMS, GATE_UP, DOWN]
+
+
 def test_a_product_among_strangers_is_counted_but_not_named() -> None:
     assert parts_of(timeline(["mystery", CUBLAS, "mystery"])) == [REST, OTHER_PRODUCTS, REST]
 
