@@ -21,6 +21,7 @@ from torch import Tensor
 from examples import examples
 from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.checkpoint import Checkpoint
+from megatoken.engine.device import plan_memory
 from megatoken.engine.model import load_weights
 from megatoken.engine.ops import cpu, cpu_packed, native
 from megatoken.engine.ops.cpu_packed import PackedLinear
@@ -165,6 +166,35 @@ def test_weights_stay_packed_where_a_kernel_fits(tmp_path: Path) -> None:
             for linear in (layer.qkv, layer.output, *layer.gate_up):
                 assert isinstance(linear, PackedLinear) == (stays and precision == "bf16" and native.has_packed())
             assert not isinstance(layer.down, PackedLinear), "its 96 columns are no multiple of 64"
+
+
+DECODED = {"modelopt-nvfp4 awq inputs", "gptq order"}
+"""Of these, the kinds that no kernel multiplies."""
+
+
+@pytest.mark.parametrize(
+    "kind", ["awq", "modelopt-nvfp4 inputs", "modelopt-int4", "compressed-int4", "gptq", *sorted(DECODED)]
+)
+def test_the_plan_counts_packed_weights(kind: str, tmp_path: Path) -> None:
+    """By the bytes of the tensors that a load leaves, and of the values of the linears that it multiplied out."""
+    if not native.has_packed():
+        pytest.skip("no kernels for packed weights here")
+    source = Checkpoint.open(make(tmp_path, kind).directory)
+    whole, packed = (plan_memory(source.config, EngineConfig(), stored) for stored in (None, source.quantized))
+    linears = [
+        linear
+        for layer in load_weights(source, cpu, find_scheme("bf16"), 16, CPU).layers
+        for linear in (layer.qkv, layer.output, *layer.gate_up, layer.down)
+    ]
+    saved = 0
+    for linear in linears:
+        if isinstance(linear, PackedLinear):
+            weight = linear.weight
+            parts = (weight.codes_NB, weight.factor_NG, *(() if weight.zero_NG is None else (weight.zero_NG,)))
+            columns = source.config.hidden_size
+            saved += 2 * len(weight.codes_NB) * columns - sum(part.nbytes for part in parts)
+    assert whole.weights_bytes - packed.weights_bytes == saved
+    assert (saved > 0) == any(isinstance(linear, PackedLinear) for linear in linears) == (kind not in DECODED)
 
 
 def test_every_code_and_every_scale(tmp_path: Path) -> None:

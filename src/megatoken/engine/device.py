@@ -12,6 +12,8 @@ import torch
 from megatoken.engine.config import EngineConfig, ModelConfig, sharded
 from megatoken.engine.memory import MemoryPlan, check_sizes, plan_memory_of
 from megatoken.engine.ops import Ops
+from megatoken.engine.ops.cpu_packed import saved_bytes
+from megatoken.engine.quantized_checkpoint import QuantizedTensors
 from megatoken.engine.schemes import LinearScheme, scheme_of, unknown_precision
 from megatoken.errors import CapacityError, ConfigError, how_to_install
 
@@ -83,8 +85,11 @@ def available_memory_bytes(device: torch.device) -> int:
     return min(available, limit - used + int(statistics.get("inactive_file", 0)))
 
 
-def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
+def plan_memory(model: ModelConfig, config: EngineConfig, stored: object = None) -> MemoryPlan:
     """Derive every size of an engine on this machine.
+
+    ``stored``: the source's quantized linears. If four-bit weights stay packed here, they count as such; to know
+    whether they do, kernels are built.
 
     Raises:
         ConfigError: an unknown precision, scales that the precision does not have, or a size below 1.
@@ -99,4 +104,9 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         raise CapacityError(
             f"tensor_parallel {config.tensor_parallel} needs as many GPUs; this machine has {torch.cuda.device_count()}"
         )
-    return plan_memory_of(model, config, device.type, available_memory_bytes(device))
+    scheme, packed_saves = scheme_of(config), 0
+    if isinstance(stored, QuantizedTensors) and config.tensor_parallel == 1 and scheme.fp8_scales is None:
+        groups = stored.groups()
+        if groups and operations(device).keeps_packed(scheme.activation_dtype):
+            packed_saves = saved_bytes(model, groups, scheme.activation_bytes)
+    return plan_memory_of(model, config, device.type, available_memory_bytes(device), packed_saves)

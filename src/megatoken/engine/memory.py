@@ -145,8 +145,12 @@ def bytes_per_token(model: ModelConfig, scheme: LinearScheme, device: str) -> in
     return 2 * model.layers * model.kv_heads * model.head_dim * scheme.cache_item_bytes(device)
 
 
-def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, available: int) -> MemoryPlan:
+def plan_memory_of(
+    model: ModelConfig, config: EngineConfig, device: str, available: int, packed_saves: int = 0
+) -> MemoryPlan:
     """Derive every size of an engine on a device, "cpu" or "cuda", that has ``available`` bytes left.
+
+    ``packed_saves``: bytes less that weights take which stay packed in four bits.
 
     Raises:
         ConfigError: a size below 1, or scales that the precision does not have.
@@ -175,7 +179,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
             )
         max_length = min(max_length, given_pages * page_size)
     default_rows = DEFAULT_MAX_BATCHED_TOKENS[device]
-    weights = weight_bytes(model, scheme, device)
+    weights = weight_bytes(model, scheme, device) - packed_saves
     if on_gpu and config.tensor_parallel == 1 and model.experts is None and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_TOKENS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:

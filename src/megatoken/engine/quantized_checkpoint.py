@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.quantization_declaration import Declaration, read_declaration
-from megatoken.engine.quantized_layouts import Expected, Fp8Layout, read_scale
+from megatoken.engine.quantized_layouts import Expected, Fp8Layout, Groups, read_scale
 from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.tensor_files import StoredTensor, one_line_errors
 
@@ -77,9 +77,12 @@ class QuantizedTensors:
             CheckpointError: it or a scale holds NaN, a scale is not positive, or the file changed.
         """
         module = name.removesuffix(".weight")
-        rows, columns = self._shapes[name]
         with one_line_errors(self.directory):
-            return self._layouts[module].read(module, (rows, columns), self._tensors)
+            return self._layouts[module].read(module, self._shape(name), self._tensors)
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        rows, columns = self._shapes[name]
+        return rows, columns
 
     def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any | None:
         """One weight in the scheme's own format; None if it must be multiplied out for that, or is plain.
@@ -95,6 +98,19 @@ class QuantizedTensors:
         if name not in self or isinstance(self._layouts[module], Fp8Layout):
             return None
         return cast("Packed4", self.stored(name))
+
+    def groups(self) -> dict[str, Groups]:
+        """Of the four-bit weights that need neither an order of columns nor factors of the input, by name.
+
+        Raises:
+            CheckpointError: as ``stored``.
+        """
+        with one_line_errors(self.directory):
+            found = {
+                f"{module}.weight": layout.groups(module, self._shape(f"{module}.weight"), self._tensors)
+                for module, layout in self._layouts.items()
+            }
+        return {name: groups for name, groups in found.items() if groups is not None}
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         """Scales of the layer's keys and values in an fp8 cache."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from megatoken.engine.tensor_files import FETCH, StoredTensor
 from megatoken.errors import CheckpointError
@@ -29,10 +29,18 @@ PLAIN = ("BF16", "F16", "F32")
 NVFP4_BLOCK, MXFP4_BLOCK = 16, 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Columns of eight in the order in which AWQ packs them, lowest bits first."""
+_PRE_SCALE = "{}.pre_quant_scale"  # of a module: factors of its input
 LARGEST_CODE, LARGEST_BLOCK_SCALE = 6.0, 448.0  # of e2m1, and of its e4m3 scales
 
 Tensors = Mapping[str, StoredTensor]
 Shape = tuple[int, int]
+
+
+class Groups(NamedTuple):
+    """How many neighbouring inputs share a scale, and whether they also have a zero."""
+
+    columns: int
+    zeros: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,10 @@ class Layout(Protocol):
 
     def read(self, module: str, shape: Shape, tensors: Tensors) -> Fp8Weight | Packed4:
         """The weight [N, K] on the CPU; raises CheckpointError if what is stored cannot be."""
+
+    def groups(self, module: str, shape: Shape, tensors: Tensors) -> Groups | None:
+        """Of a ``Packed4`` without ``group_K`` and ``pre_scale_K``; None for any other weight. Reads no codes."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +168,10 @@ class Fp4Layout(Layout):
             largest_input=largest_input,
         )
 
+    def groups(self, module: str, shape: Shape, tensors: Tensors) -> Groups | None:
+        """Blocks."""
+        return None if _PRE_SCALE.format(module) in tensors else Groups(self.block, zeros=False)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOptInt4Layout(Layout):
@@ -185,6 +201,10 @@ class ModelOptInt4Layout(Layout):
         codes_NK = torch.stack((stored & 15, stored >> 4), dim=1).view(shape) ^ 8
         scale_NG = _read_finite(f"{module}.weight_scale", tensors)
         return Packed4(pack(codes_NK), shape[1], "int4", scale_NG, pre_scale_K=_read_pre_scale(module, tensors))
+
+    def groups(self, module: str, shape: Shape, tensors: Tensors) -> Groups | None:
+        """As declared."""
+        return None if _PRE_SCALE.format(module) in tensors else Groups(self.group, zeros=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +256,14 @@ class PackedInt4Layout(Layout):
             "int4",
             scale_NG,
             zero_NG=zero_NG,
-            group_K=_read_groups(f"{module}.weight_g_idx", tensors, shape[1], group, scale_NG.shape[1]),
+            group_K=_read_groups(f"{module}.weight_g_idx", tensors, shape[1], group),
         )
+
+    def groups(self, module: str, shape: Shape, tensors: Tensors) -> Groups | None:
+        """As declared, unless the activations have an order of their own."""
+        group = self.group or shape[1]
+        ordered = _read_groups(f"{module}.weight_g_idx", tensors, shape[1], group) is None
+        return Groups(group, zeros=not self.symmetric) if ordered else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +316,14 @@ class ColumnInt4Layout(Layout):
             "int4",
             scale_NG,
             zero_NG=zero_GN.T.contiguous(),
-            group_K=_read_groups(f"{module}.g_idx", tensors, shape[1], group, scale_NG.shape[1]),
+            group_K=_read_groups(f"{module}.g_idx", tensors, shape[1], group),
         )
+
+    def groups(self, module: str, shape: Shape, tensors: Tensors) -> Groups | None:
+        """As declared, unless GPTQ names others."""
+        group = self.group or shape[1]
+        ordered = _read_groups(f"{module}.g_idx", tensors, shape[1], group) is None
+        return Groups(group, zeros=True) if ordered else None
 
 
 def read_scale(name: str, tensors: Tensors) -> Tensor:
@@ -326,12 +358,12 @@ def _check_groups(module: str, columns: int, group: int, source: Path) -> int:
 
 
 def _pre_scale_expected(module: str, columns: int, present: Container[str], source: Path) -> dict[str, Expected]:
-    name = f"{module}.pre_quant_scale"
+    name = _PRE_SCALE.format(module)
     return {name: Expected(((columns,),), source=source.name)} if name in present else {}
 
 
 def _read_pre_scale(module: str, tensors: Tensors) -> Tensor | None:
-    name = f"{module}.pre_quant_scale"
+    name = _PRE_SCALE.format(module)
     return _read_finite(name, tensors).float() if name in tensors else None
 
 
@@ -347,10 +379,11 @@ def _check_finite(name: str, values: Tensor, tensors: Tensors) -> None:
         raise CheckpointError(f"{tensors[name].path}: tensor {name!r} holds NaN or infinity; {FETCH}")
 
 
-def _read_groups(name: str, tensors: Tensors, columns: int, group: int, groups: int) -> Tensor | None:
+def _read_groups(name: str, tensors: Tensors, columns: int, group: int) -> Tensor | None:
     """The group of each column; None where they are equally many neighbours."""
     import torch
 
+    groups = -(-columns // group)
     neighbours_K = torch.arange(columns) // group
     group_K = tensors[name].whole().long() if name in tensors else neighbours_K
     smallest, largest = (side.item() for side in group_K.aminmax())

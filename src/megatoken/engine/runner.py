@@ -48,7 +48,7 @@ def open_runner(
 ) -> ModelRunner:
     """A runner of ``model`` on this machine; arguments and errors as of ``Engine``."""
     source = open_model(model, random_weights=random_weights, seed=seed)
-    memory = plan_memory(source.config, config)
+    memory = plan_memory(source.config, config, source.quantized)
     tokenizer_file = model_folder(model) / "tokenizer.json"
     if tokenizer is None and tokenizer_file.is_file():
         tokenizer = Tokenizer(tokenizer_file)

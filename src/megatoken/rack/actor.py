@@ -78,7 +78,7 @@ class WorkerActor:
         from megatoken.engine.device import plan_memory
 
         source = open_model(spec.model, random_weights=spec.random_weights, seed=spec.seed)
-        plan = plan_memory(source.config, config)
+        plan = plan_memory(source.config, config, source.quantized)
         return {**facts, "content_hash": source.content_hash, "memory_plan": asdict(plan)}
 
     def _load(self) -> dict[str, Any]:

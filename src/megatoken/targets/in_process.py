@@ -58,7 +58,7 @@ class InProcessBackend:
                 self._files.start()  # the import below keeps one core busy for seconds, and others idle
             from megatoken.engine.device import plan_memory  # imports PyTorch, which a simulated rack does without
 
-            memory = plan_memory(source.config, config.engine_config())
+            memory = plan_memory(source.config, config.engine_config(), source.quantized)
             self._served = engine_model(config, source, memory, self._files)
         return self._served
 

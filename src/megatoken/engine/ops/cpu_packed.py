@@ -6,14 +6,17 @@ multiplied out when it is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import linear as plain_linear
 from torch.nn.functional import pad
 
+from megatoken.engine.config import ModelConfig
 from megatoken.engine.ops import native
 from megatoken.engine.ops.native import PackedWeight
+from megatoken.engine.quantized_layouts import Groups
 from megatoken.engine.schemes.packed4 import Packed4
 
 MOST_TOKENS = 16
@@ -33,10 +36,34 @@ class PackedLinear:
 
 def fits(weight: Packed4) -> bool:
     """Whether the kernels can multiply this weight; they must have been compiled."""
-    if weight.group_K is not None or weight.pre_scale_K is not None or weight.columns % 64:
+    if weight.group_K is not None or weight.pre_scale_K is not None:
         return False
-    group = weight.columns // weight.scale_NG.shape[1]
-    return group in (16, 32, 64) or group % CHUNK == 0
+    return _fits(weight.columns, weight.columns // weight.scale_NG.shape[1])
+
+
+def _fits(columns: int, group: int) -> bool:
+    return columns % 64 == 0 and (group in (16, 32, 64) or group % CHUNK == 0)
+
+
+def saved_bytes(model: ModelConfig, groups: Mapping[str, Groups], item: int) -> int:
+    """What weights that stay packed take less than their values of ``item`` bytes: those of ``groups`` that fit.
+
+    Query, key and value projection are one linear, which stays packed if all three have the same groups.
+    """
+    fitting = {
+        name: shape
+        for name, shape in model.linear_shapes.items()
+        if name in groups and _fits(shape[1], groups[name].columns)
+    }
+    saved = 0
+    for name, (rows, columns) in fitting.items():
+        attention, _, _ = name.rpartition(".self_attn.")
+        merged = [f"{attention}.self_attn.{one}_proj.weight" for one in "qkv"]
+        if name in merged and any(one not in fitting or groups[one] != groups[name] for one in merged):
+            continue
+        padded, (group, zeros) = columns + -columns % CHUNK, groups[name]
+        saved += rows * (columns * item - padded // 2 - 4 * (1 + zeros) * padded // group)
+    return saved
 
 
 def pack(weight: Packed4, bias_N: Tensor | None) -> PackedLinear:
