@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatoken.report.bars import Bar, bar_chart
 from megatoken.report.blocks import Badge, Cell, Column, Facts, Figure, Points, Table, Verdict, View, section
 from megatoken.report.documents import Document
-from megatoken.report.views.common import view
+from megatoken.report.views.common import Field, figure, table_of, view, word
 from megatoken.text import count_of, number, precise
 
 TONES = {"VALID": "good", "INVALID": "bad"}
@@ -70,29 +70,24 @@ def _percent(interval: Document) -> str:
 
 
 def _tasks(document: Document) -> Table:
-    rows: list[tuple[Cell, ...]] = []
     tasks = document.part("tasks")
-    for name in tasks.values:
-        one = tasks.part(name)
-        rows.append(
-            (
-                name,
-                f"{one.number('model') or 0:.2f}",
-                f"{one.number('against') or 0:.2f}",
-                _interval(one.part("difference")),
-                _percent(one.part("ratio")),
-                f"{one.number('only_model_full') or 0:.0f} / {one.number('only_against_full') or 0:.0f}",
-                f"{one.number('mcnemar_p') or 0:.2f}",
-            )
-        )
-    columns = (
-        Column("Score"),
-        *(Column(name, numeric=True) for name in ("Model", "Against", "Difference", "Of it", "Only full", "McNemar p")),
+    fields = (
+        Field("Score", lambda task: task[0]),
+        Field("Model", lambda task: f"{task[1].number('model') or 0:.2f}", numeric=True),
+        Field("Against", lambda task: f"{task[1].number('against') or 0:.2f}", numeric=True),
+        Field("Difference", lambda task: _interval(task[1].part("difference")), numeric=True),
+        Field("Of it", lambda task: _percent(task[1].part("ratio")), numeric=True),
+        Field("Only full", lambda task: _only_full(task[1]), numeric=True),
+        Field("McNemar p", lambda task: f"{task[1].number('mcnemar_p') or 0:.2f}", numeric=True),
     )
     note = (
         "Intervals of 95 % by paired bootstrap. Only full: answers with the full score of the model alone / the other"
     )
-    return Table("Scores", columns, tuple(rows), note=note)
+    return table_of("Scores", [(name, tasks.part(name)) for name in tasks.values], fields, note=note)
+
+
+def _only_full(task: Document) -> str:
+    return " / ".join(f"{task.number(key) or 0:.0f}" for key in ("only_model_full", "only_against_full"))
 
 
 def _next_tokens(caption: str, tokens: Document) -> Table:
@@ -118,25 +113,15 @@ def _lengths(lengths: Document) -> Table:
 
 
 def _weights(document: Document) -> Table:
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (
-            one.text("linears"),
-            number(one.number("count")),
-            one.text("form"),
-            f"{100 * (one.number('relative_rms_error') or 0):.2f}",
-            f"{100 * (one.number('worst_block_error') or 0):.1f}",
-        )
-        for one in document.parts("weights")
-    )
-    columns = (
-        Column("Linears"),
-        Column("Count", numeric=True),
-        Column("Form"),
-        Column("Error", "%", numeric=True),
-        Column("Worst block", "%", numeric=True),
+    fields = (
+        word("Linears", "linears"),
+        figure("Count", "count"),
+        word("Form", "form"),
+        Field("Error", lambda one: f"{100 * (one.number('relative_rms_error') or 0):.2f}", "%", numeric=True),
+        Field("Worst block", lambda one: f"{100 * (one.number('worst_block_error') or 0):.1f}", "%", numeric=True),
     )
     note = "Root mean square of the error, relative to that of the linear's weights; blocks of up to 16 columns"
-    return Table("Weights", columns, rows, note=note)
+    return table_of("Weights", document.parts("weights"), fields, note=note)
 
 
 def _chart(document: Document) -> Figure | None:
@@ -147,11 +132,6 @@ def _chart(document: Document) -> Figure | None:
 
 
 def _decoders(document: Document) -> Table:
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (one.text("name"), number(one.number("values")), number(one.number("wrong")))
-        for one in document.parts("decoders")
-    )
     note = "Values of every code with every scale, compared with exact arithmetic on the formats' definitions"
-    return Table(
-        "Decoders", (Column("Format"), Column("Values", numeric=True), Column("Wrong", numeric=True)), rows, note=note
-    )
+    fields = (word("Format", "name"), figure("Values", "values"), figure("Wrong", "wrong"))
+    return table_of("Decoders", document.parts("decoders"), fields, note=note)

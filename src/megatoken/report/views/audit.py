@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from megatoken.claims.formula import recomputed_text
 from megatoken.report.blocks import Badge, Block, Cell, Column, Fold, Points, Table, Verdict, View, Words, section
 from megatoken.report.documents import Document
 from megatoken.report.views.aggregate import aggregate_sections, node_figures
@@ -83,8 +84,8 @@ def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points
         "",
         (
             ("", holds),
-            ("", f"What breaks: {_some(breaks)}."),
-            ("", f"What the artefacts cannot answer: {_some(unknown)}."),
+            ("", f"What breaks: {some(breaks)}."),
+            ("", f"What the artefacts cannot answer: {some(unknown)}."),
         ),
     )
 
@@ -102,10 +103,10 @@ def _against_itself(findings: Sequence[Document]) -> str:
     return f"a run reports {said[0]}" + (f", and {len(said) - 1:,} more" if said[1:] else "")
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = len(names) - NAMED
-    return "; ".join(names[:NAMED]) + (f"; and {more:,} more" if more > 0 else "") if names else "nothing"
+def some(names: Sequence[str], most: int = NAMED) -> str:
+    """The first ``most`` of them, and how many more there are."""
+    more = len(names) - most
+    return "; ".join(names[:most]) + (f"; and {more:,} more" if more > 0 else "") if names else "nothing"
 
 
 def right_value(claim: Document) -> str:
@@ -285,10 +286,7 @@ def _recomputed(recomputed: Document, claimed: object) -> tuple[Words, ...]:
         return ()
     formula = recomputed.text("formula")
     value = recomputed.values.get("value")
-    amount = precise(value) if is_number(value) else plain_text(value)
-    decimals = len(exact(claimed).partition(".")[2])
-    if is_number(value) and len(amount.partition(".")[2]) < decimals and "e" not in amount:
-        amount = f"{value:,.{decimals}f}"
+    amount = recomputed_text(float(value), claimed) if is_number(value) else plain_text(value)
     return (
         Words(f"{amount} {recomputed.text('unit')}".rstrip(), "strong"),
         *([Words(formula, "quiet")] if formula else []),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View, Words, text_of
@@ -47,6 +48,41 @@ def view(
         footer=FOOTER + (f" The document was written {created}." if created else ""),
         brief=brief,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A column of a table, and its cell for an item: a text, a badge, or a number, which stands to the right."""
+
+    name: str
+    cell: Callable[[Any], Cell | float | None]
+    unit: str = ""
+    numeric: bool = False
+
+
+def figure(name: str, key: str, unit: str = "", scale: float = 1.0) -> Field:
+    """The number under a key, times ``scale``."""
+    return Field(name, lambda one: _scaled(one.number(key), scale), unit, numeric=True)
+
+
+def word(name: str, key: str) -> Field:
+    """The text under a key."""
+    return Field(name, lambda one: one.text(key))
+
+
+def table_of(caption: str, items: Iterable[Any], fields: Sequence[Field], **more: Any) -> Table:
+    """A row for each item and a column for each field; ``more`` are fields of the table."""
+    columns = tuple(Column(field.name, field.unit, numeric=field.numeric) for field in fields)
+    rows = tuple(tuple(_shown(field.cell(item)) for field in fields) for item in items)
+    return Table(caption, columns, rows, **more)
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return value if value is None or scale == 1 else scale * value
+
+
+def _shown(cell: Cell | float | None) -> Cell:
+    return precise(cell) if cell is None or isinstance(cell, int | float) else cell
 
 
 def state_cell(state: str) -> Cell:

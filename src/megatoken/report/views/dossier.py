@@ -10,7 +10,7 @@ from megatoken.analysis.limits import Answer
 from megatoken.report.blocks import Badge, Block, Cell, Column, Link, Part, Table, View, Words, section
 from megatoken.report.documents import Document
 from megatoken.report.metrics import NOT_VERIFIED, TRADEMARK, verdict_badge
-from megatoken.report.views.audit import ANSWERS, claimed, claims_table, findings_table, right_value
+from megatoken.report.views.audit import ANSWERS, claimed, claims_table, findings_table, right_value, some
 from megatoken.report.views.common import facts_table, state_cell, view
 from megatoken.report.views.limits import answer_badge, fallen_runs, limits_table
 from megatoken.runs.run import Verdict
@@ -30,7 +30,6 @@ KINDS = {  # of open questions: one and many
 BRIEF_ROWS = 12
 WRONG = "does not hold"
 FORM_TONES = {"yes": "good", "no": "bad", "unknown": "quiet"}
-NAMED = 2
 CLAIMS_NAMED = 3
 MEASURED_NAMED = 3
 COSTS_NAMED = 4
@@ -108,7 +107,7 @@ def _holds(document: Document) -> tuple[Cell, Cell]:
     if fails:
         badges.append(Badge(count_of(len(fails), "failed check"), "bad"))
         titles = [f"“{one.text('title')}”" for one in fails]
-        words.append(Words(f"Failed checks: {_some(titles)}."))
+        words.append(Words(f"Failed checks: {some([*dict.fromkeys(titles)])}."))
     return tuple(badges), tuple(words)
 
 
@@ -153,7 +152,7 @@ def _met(limits: Sequence[Document]) -> tuple[Cell, Cell]:
         words.append(Words(fallen))
     for answer in (Answer.NOT_MET, Answer.CANNOT_TELL):
         if named := [_limit(one) for _, one in every if one.text("answer") == answer]:
-            words.append(Words(f"{answer}: {_some(named, 3)}."))
+            words.append(Words(f"{answer}: {some([*dict.fromkeys(named)], 3)}."))
     met = sum(one.text("answer") == Answer.MET for _, one in every)
     words.append(Words(f"{met} of {count_of(len(every), 'limit')} met."))
     return answer_badge(str(worst)), tuple(words)
@@ -200,14 +199,8 @@ def _unknown(opened: Sequence[Document]) -> tuple[Cell, Cell]:
     words = [Words(f"{', '.join(parts)}.")]
     for kind in ("claim", "check"):
         if names := [f"“{one.text('question')}”" for one in opened if one.text("kind") == kind]:
-            words.append(Words(f"No answer to the {KINDS[kind][len(names) > 1]} {_some(names)}."))
+            words.append(Words(f"No answer to the {KINDS[kind][len(names) > 1]} {some([*dict.fromkeys(names)])}."))
     return Badge(f"{len(opened)} open", "warn"), tuple(words)
-
-
-def _some(names: Sequence[str], most: int = NAMED) -> str:
-    names = list(dict.fromkeys(names))
-    more = len(names) - most
-    return "; ".join(names[:most]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def _measured(measured: Sequence[Document]) -> Table:

@@ -6,20 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from megatoken.mlperf.endpoints import REGION_TITLES
 from megatoken.report.blocks import Badge, Block, Cell, Column, Table
 from megatoken.report.curves import line_chart
 from megatoken.report.documents import Document
 from megatoken.report.plots import Label, Line, Mark
 from megatoken.report.scales import top_of
+from megatoken.report.views.common import Field, table_of
 from megatoken.text import ABSENT, precise
 
-REGIONS = {
-    "low_latency": "Ultra Low",
-    "low_concurrency": "Low",
-    "med_concurrency": "Medium",
-    "high_concurrency": "High",
-    "margin": "margin",
-}
 STATUSES = {
     "windowable": "steady state",
     "insufficient_duration": "window too short",
@@ -76,34 +71,24 @@ def _chart(known: Sequence[Document], offline: Sequence[Document]) -> Block:
 
 
 def _points_table(points: Sequence[Document], curve: Document) -> Table:
-    rows = tuple(
-        (
-            "Offline" if one.flag("offline") else precise(one.number("concurrency")),
-            REGIONS.get(one.text("region"), ABSENT),
-            precise(one.part("official").number("system_tps")),
-            precise(one.part("official").number("tps_per_user")),
-            precise(one.part("official").number("ttft_p90_ms")),
-            _window(one),
-            STATUSES.get(one.text("status"), ABSENT),
-            _verdict(one.text("verdict")),
-        )
-        for one in points
-    )
-    columns = (
-        Column("Concurrency", numeric=True),
-        Column("Region"),
-        Column("System", "tokens/s", numeric=True),
-        Column("User", "tokens/s", numeric=True),
-        Column("TTFT p90", "ms", numeric=True),
-        Column("Window", "s", numeric=True),
-        Column("Window is"),
-        Column("Verdict"),
+    def official(name: str, key: str, unit: str) -> Field:
+        return Field(name, lambda one: one.part("official").number(key), unit, numeric=True)
+
+    fields = (
+        Field("Concurrency", lambda one: "Offline" if one.flag("offline") else one.number("concurrency"), numeric=True),
+        Field("Region", lambda one: REGION_TITLES.get(one.text("region"), ABSENT)),
+        official("System", "system_tps", "tokens/s"),
+        official("User", "tps_per_user", "tokens/s"),
+        official("TTFT p90", "ttft_p90_ms", "ms"),
+        Field("Window", _window, "s", numeric=True),
+        Field("Window is", lambda one: STATUSES.get(one.text("status"), ABSENT)),
+        Field("Verdict", lambda one: _verdict(one.text("verdict"))),
     )
     share = curve.number("offline_share_of_c_max")
     note = "Figures of the steady-state window where there is one, else of the whole run."
     if share is not None:
         note += f" The Offline run gives {precise(100 * share)} % of the output at C_max."
-    return Table("Points by the rules", columns, rows, note=note)
+    return table_of("Points by the rules", points, fields, note=note)
 
 
 def _window(point: Document) -> str:

@@ -20,7 +20,7 @@ from megatoken.report.bars import Bar, bar_chart
 from megatoken.report.blocks import Badge, Cell, Column, Facts, Figure, Points, Table, Terms, Verdict, View, section
 from megatoken.report.documents import Document
 from megatoken.report.roofline import Banded, Point, band_chart, roofline_chart
-from megatoken.report.views.common import view
+from megatoken.report.views.common import Field, table_of, view, word
 from megatoken.text import count_of, number, precise
 
 TONES = {"PASS": "good", "MARGINAL": "warn", "FAIL": "bad", "NO REFERENCE": "plain", "NOT RUN": "quiet"}
@@ -214,31 +214,18 @@ def _comparison(comparison: Document) -> Iterator[Table]:
     """Every row of a published table next to our value, in the row's unit."""
     if not comparison.values:
         return
-    rows: list[tuple[Cell, ...]] = []
-    for row in comparison.parts("rows"):
-        ours, ratio = row.number("ours"), row.number("ratio")
-        rows.append(
-            (
-                row.text("sku"),
-                f"{row.text('benchmark')} {row.text('parameter').replace(';', ' ')}",
-                row.text("unit"),
-                number(row.number("theirs")),
-                "" if ours is None else number(ours),
-                "" if ratio is None else f"{ratio:.2f}",
-                row.text("note"),
-            )
-        )
-    columns = (
-        Column("Part"),
-        Column("Row"),
-        Column("Unit"),
-        Column("Published", numeric=True),
-        Column("Ours", numeric=True),
-        Column("Ours / published", numeric=True),
-        Column("Note"),
+    fields = (
+        word("Part", "sku"),
+        Field("Row", lambda row: f"{row.text('benchmark')} {row.text('parameter').replace(';', ' ')}"),
+        word("Unit", "unit"),
+        Field("Published", lambda row: number(row.number("theirs")), numeric=True),
+        Field("Ours", lambda row: number(row.number("ours")) if "ours" in row else "", numeric=True),
+        Field("Ours / published", lambda row: f"{row.number('ratio'):.2f}" if "ratio" in row else "", numeric=True),
+        word("Note", "note"),
     )
-    measured, of = number(comparison.number("measured")), len(rows)
-    yield Table(f"{comparison.text('table')}: {measured} of {of} rows have a value of ours", columns, tuple(rows))
+    rows, measured = comparison.parts("rows"), number(comparison.number("measured"))
+    caption = f"{comparison.text('table')}: {measured} of {len(rows)} rows have a value of ours"
+    yield table_of(caption, rows, fields)
 
 
 def _bounds(tests: list[Document]) -> Terms:
@@ -259,7 +246,7 @@ def _bounds(tests: list[Document]) -> Terms:
 
 
 def _tests(tests: list[Document]) -> Table:
-    rows: list[tuple[Cell, ...]] = [
-        (test.text("title"), number(test.number("seconds")), _badge(test.text("verdict"))) for test in tests
-    ]
-    return Table("Tests", (Column("Test"), Column("Time", "s", numeric=True), Column("Verdict")), tuple(rows))
+    seconds = Field("Time", lambda test: number(test.number("seconds")), "s", numeric=True)
+    return table_of(
+        "Tests", tests, (word("Test", "title"), seconds, Field("Verdict", lambda test: _badge(test.text("verdict"))))
+    )

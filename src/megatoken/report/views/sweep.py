@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from megatoken.report.curves import stairs, time_chart
 from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
 from megatoken.report.plots import Line
-from megatoken.report.views.common import records_table, view
+from megatoken.report.views.common import Field, figure, records_table, table_of, view, word
 from megatoken.report.views.endpoints import endpoints_blocks
 from megatoken.report.views.limits import limits_table
 from megatoken.report.views.load_charts import Sweep, load_figures, per_machine, rate_unit
@@ -111,13 +112,20 @@ def sweep_comparison_view(document: Document) -> View:
 
 
 def _found_table(document: Document) -> Table:
-    keys = ("knee", "highest_within_limits", "peak", "peak_output_tokens_per_second")
     sweeps = document.parts("sweeps")
-    rows = tuple((part.text("name"), *(precise(part.part("found").number(key)) for key in keys)) for part in sweeps)
     unit = sweeps[0].text("load_unit") if sweeps else ""
-    loads = (Column(name, unit, numeric=True) for name in ("Knee", "Within limits", "Peak"))
-    heads = (*loads, Column("Output at peak", "tokens/s", numeric=True))
-    return Table("What the sweeps found", (Column("Sweep"), *heads), rows, stacked=True)
+
+    def found(name: str, key: str, unit: str) -> Field:
+        return Field(name, lambda part: part.part("found").number(key), unit, numeric=True)
+
+    fields = (
+        word("Sweep", "name"),
+        found("Knee", "knee", unit),
+        found("Within limits", "highest_within_limits", unit),
+        found("Peak", "peak", unit),
+        found("Output at peak", "peak_output_tokens_per_second", "tokens/s"),
+    )
+    return table_of("What the sweeps found", sweeps, fields, stacked=True)
 
 
 def _reasons(document: Document) -> Iterator[tuple[str, str]]:
@@ -221,33 +229,27 @@ def _limits(sweep: Sweep) -> Iterator[Table]:
 
 def _points_table(document: Document, sweep: Sweep) -> Table:
     """What a reader compares first; narrow enough for a terminal."""
-    rows = [
-        (
-            precise(point.number("value")),
-            precise(per_machine(point)),
-            precise(point.number("requests_per_second")),
-            precise(point.part("user_tokens_per_second").number("p50")),
-            *(_cell(point.part("ttft_seconds"), name, 1000) for name in ("p50", "p99")),
-            _cell(point.part("tpot_seconds"), "p99", 1000),
-            _percent(point.part("goodput").number("share")),
-            _state(point),
-        )
-        for point in sweep.points
-    ]
-    columns = (
-        Column("Load", numeric=True),
-        Column("Output", "tokens/s", numeric=True),
-        Column("Done", "1/s", numeric=True),
-        Column("User", "tokens/s", numeric=True),
-        Column("TTFT p50", "ms", numeric=True),
-        Column("p99", "ms", numeric=True),
-        Column("TPOT p99", "ms", numeric=True),
-        Column("Good", "%", numeric=True),
-        Column("State"),
+    fields = (
+        LOAD,
+        Field("Output", per_machine, "tokens/s", numeric=True),
+        figure("Done", "requests_per_second", "1/s"),
+        Field("User", lambda point: point.part("user_tokens_per_second").number("p50"), "tokens/s", numeric=True),
+        _latency("TTFT p50", "ttft_seconds", "p50"),
+        _latency("p99", "ttft_seconds", "p99"),
+        _latency("TPOT p99", "tpot_seconds", "p99"),
+        Field("Good", lambda point: _percent(point.part("goodput").number("share")), "%", numeric=True),
+        Field("State", _state),
     )
     note = f"Load in {sweep.unit}; Output is {rate_unit([sweep])}; User is the rate of the median user's answer."
-    note = f"{note} {UNRELIABLE_NOTE}" if _has_star(rows) else note
-    return Table("Points", columns, tuple(rows), stacked=True, note=note)
+    table = table_of("Points", sweep.points, fields, stacked=True, note=note)
+    return replace(table, note=f"{note} {UNRELIABLE_NOTE}") if _has_star(table.rows) else table
+
+
+LOAD = figure("Load", "value")
+
+
+def _latency(title: str, key: str, of: str, scale: float = 1000, unit: str = "ms") -> Field:
+    return Field(title, lambda point: _cell(point.part(key), of, scale), unit, numeric=True)
 
 
 def _state(point: Document) -> Cell:
@@ -270,47 +272,36 @@ def _latencies(sweep: Sweep) -> Table:
 
 
 def _by_input(sweep: Sweep) -> Table:
-    rows = tuple(
-        (
-            precise(point.number("value")),
-            f"{precise(part.number('from_tokens'))} to {precise(part.number('to_tokens'))}",
-            precise(part.part("ttft_seconds").number("samples")),
-            *(_cell(part.part("ttft_seconds"), name, 1000) for name in PERCENTILES),
-        )
-        for point in sweep.points
-        for part in point.parts("ttft_by_input_tokens")
+    groups = [(point, part) for point in sweep.points for part in point.parts("ttft_by_input_tokens")]
+
+    def tokens(group: tuple[Document, Document]) -> str:
+        return " to ".join(precise(group[1].number(key)) for key in ("from_tokens", "to_tokens"))
+
+    def ttft(name: str) -> Field:
+        return Field(name, lambda group: _cell(group[1].part("ttft_seconds"), name, 1000), "ms", numeric=True)
+
+    fields = (
+        Field("Load", lambda group: group[0].number("value"), numeric=True),
+        Field("Prompt", tokens, "tokens"),
+        Field("Requests", lambda group: group[1].part("ttft_seconds").number("samples"), numeric=True),
+        *map(ttft, PERCENTILES),
     )
-    heads = (Column("Load", numeric=True), Column("Prompt", "tokens"), Column("Requests", numeric=True))
-    columns = (*heads, *(Column(name, "ms", numeric=True) for name in PERCENTILES))
-    return Table("Time to first token by prompt length", columns, rows, stacked=True)
+    return table_of("Time to first token by prompt length", groups, fields, stacked=True)
 
 
 def _stalls(sweep: Sweep) -> Table:
-    rows = tuple(
-        (
-            precise(point.number("value")),
-            precise(stalls.number("count")),
-            _percent(stalls.number("requests_share")),
-            precise(stalls.number("longest_seconds")),
-            precise(point.number("tokens_per_frame")),
-            precise(point.number("in_flight")),
-            precise(point.number("requests_failed")),
-            precise(point.number("requests_unended")),
-        )
-        for point in sweep.points
-        if (stalls := point.part("stalls")).values
+    fields = (
+        LOAD,
+        Field("Stalls", lambda point: point.part("stalls").number("count"), numeric=True),
+        Field("Answers with one", lambda p: _percent(p.part("stalls").number("requests_share")), "%", numeric=True),
+        Field("Longest gap", lambda point: point.part("stalls").number("longest_seconds"), "s", numeric=True),
+        figure("Tokens per frame", "tokens_per_frame"),
+        figure("Mean under way", "in_flight"),
+        figure("Failed", "requests_failed"),
+        figure("Without end", "requests_unended"),
     )
-    columns = (
-        Column("Load", numeric=True),
-        Column("Stalls", numeric=True),
-        Column("Answers with one", "%", numeric=True),
-        Column("Longest gap", "s", numeric=True),
-        Column("Tokens per frame", numeric=True),
-        Column("Mean under way", numeric=True),
-        Column("Failed", numeric=True),
-        Column("Without end", numeric=True),
-    )
-    return Table("Stalls and requests without an end", columns, rows, stacked=True)
+    known = [point for point in sweep.points if point.part("stalls").values]
+    return table_of("Stalls and requests without an end", known, fields, stacked=True)
 
 
 def _repeats(document: Document) -> Table:
@@ -377,5 +368,5 @@ def _percent(share: float | None) -> str:
     return ABSENT if share is None else precise(100 * share)
 
 
-def _has_star(rows: list[tuple[Cell, ...]]) -> bool:
+def _has_star(rows: Iterable[tuple[Cell, ...]]) -> bool:
     return any(isinstance(cell, str) and cell.endswith("*") for row in rows for cell in row)
