@@ -23,6 +23,7 @@ from megatoken.analysis.published import (
 from megatoken.analysis.repeats import check_repeats, whole_runs, worst_verdict
 from megatoken.analysis.standing import answer_length
 from megatoken.errors import UsageError
+from megatoken.runs.plan_hash import flat
 from megatoken.text import is_number, precise, suggestion
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def run_software(run: Run) -> dict[str, str]:
         "variables": environment.get("variables"),
         "config": {key: value for key, value in run.config.items() if key not in LOCAL_KEYS},
     }
-    return dict(_flat("", facts))
+    return dict(flat("", facts))
 
 
 def _versions(text: str) -> Iterator[tuple[str, str]]:
@@ -249,11 +250,3 @@ def _versions(text: str) -> Iterator[tuple[str, str]]:
     for part in text.split(","):
         name, _, version = part.strip().rpartition(" ")
         yield (name, version) if name else (version, "")
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
-    elif value is not None:
-        yield prefix, str(value)

@@ -12,14 +12,12 @@ from megatoken.analysis.limits import Answer, Judged, answer_for, asked_limits, 
 from megatoken.audit import audit as audited
 from megatoken.dossier.figures import Cost, costs_of_audit, costs_of_run, measured_by_audit, measured_by_run
 from megatoken.errors import UsageError
-from megatoken.files import plain
+from megatoken.files import new_document
 from megatoken.planning.run_price import judge_run
 from megatoken.runs.plan_hash import IDENTITY, plan_hash, plan_of_run
 from megatoken.runs.run import Run, Verdict
 from megatoken.runs.seal import file_hashes_in, seal_state
-from megatoken.text import utc_now
 
-SCHEMA_VERSION = 1
 GRAVE = ("fail", "warn")
 
 
@@ -58,32 +56,27 @@ def dossier(
     checked = [*others, *replays]
     subjects = [*(audit["title"].removeprefix("Audit of ") for audit in others), *names]
     limits = _limits(runs, asked)
-    document: dict[str, Any] = plain(
-        {
-            "kind": "dossier",
-            "schema_version": SCHEMA_VERSION,
-            "created_at": utc_now(),
-            "title": f"Dossier: {', '.join(subjects)}",
-            "inputs": [{"input": path, "sha256": _sha256(path)} for path in inputs],
-            "notes": [],
-            "claims": claims,
-            "audits": [{"title": one["title"], "counts": one["counts"], "notes": one["notes"]} for one in audits],
-            "replays": [{"title": one["title"], "counts": one["counts"]} for one in replays],
-            "checks": [
-                {**finding, "where": finding["where"][:1], "audit": audit["title"]}
-                for audit in checked
-                for finding in audit["findings"]
-                if finding["severity"] in GRAVE
-            ],
-            "measured": measured,
-            "limits": limits,
-            "costs": [asdict(one) for one in costs],
-            "open": list(_open(claims, checked, limits, costs, form)),
-            "form": form,
-            "identities": list(map(_identity, runs)),
-        }
+    return new_document(
+        "dossier",
+        title=f"Dossier: {', '.join(subjects)}",
+        inputs=[{"input": path, "sha256": _sha256(path)} for path in inputs],
+        notes=[],
+        claims=claims,
+        audits=[{"title": one["title"], "counts": one["counts"], "notes": one["notes"]} for one in audits],
+        replays=[{"title": one["title"], "counts": one["counts"]} for one in replays],
+        checks=[
+            {**finding, "where": finding["where"][:1], "audit": audit["title"]}
+            for audit in checked
+            for finding in audit["findings"]
+            if finding["severity"] in GRAVE
+        ],
+        measured=measured,
+        limits=limits,
+        costs=[asdict(one) for one in costs],
+        open=list(_open(claims, checked, limits, costs, form)),
+        form=form,
+        identities=list(map(_identity, runs)),
     )
-    return document
 
 
 def _own_run(audit: Mapping[str, Any]) -> str | None:

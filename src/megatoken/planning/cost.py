@@ -273,11 +273,9 @@ def _wall(system: System, assumptions: Assumptions) -> Power | None:
 
 def _own_inputs(system: System, assumptions: Assumptions) -> list[Input]:
     """The inputs that describe the system and its requests."""
-    length, power, rent = (
-        _length(system.throughput, assumptions),
-        system.power,
-        system.rent_dollars_per_accelerator_hour,
-    )
+    length = _length(system.throughput, assumptions)
+    power = system.power
+    rent = system.rent_dollars_per_accelerator_hour
     if system.rented or power is None:
         return [length, Input("rent", rent, "$/(accelerator hour)", "given", "given")]
     found = [length, Input("power", power.watts, f"W, {power.boundary}", power.state, power.source)]

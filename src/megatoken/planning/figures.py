@@ -6,10 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from megatoken.files import plain
-from megatoken.text import utc_now
-
-SCHEMA_VERSION = 1
+from megatoken.files import new_document
 
 State = Literal[
     "interrupted run",
@@ -116,10 +113,9 @@ class Plan:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
-        parts = plain(asdict(self))
+        parts = asdict(self)
         optional = {name: value for name in ("waterfall", "headline") if (value := parts.pop(name))}
-        head = {"kind": self.kind, "schema_version": SCHEMA_VERSION, "created_at": utc_now()}
-        return {**head, **parts, **optional}
+        return new_document(parts.pop("kind"), **parts, **optional)
 
 
 def state_of_runs(verdicts: Iterable[str], otherwise: State) -> State:

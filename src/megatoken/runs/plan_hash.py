@@ -41,7 +41,7 @@ def plan_of(
         "source": (environment.get("source") or {}).get("revision"),
         "variables": environment.get("variables"),
     }
-    return dict(sorted(_flat("", parts)))
+    return dict(sorted((key, value) for key, value in flat("", parts) if value))
 
 
 def plan_hash(plan: Mapping[str, str]) -> str:
@@ -71,9 +71,10 @@ def _machine_class(environment: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+def flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The values of nested mappings as text, by dotted name; without those that are None."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
-    elif value is not None and value != "":
+            yield from flat(f"{prefix}.{key}" if prefix else str(key), item)
+    elif value is not None:
         yield prefix, str(value)

@@ -95,12 +95,10 @@ def layer_products(setting: Setting) -> Outcomes:
 
         seconds = call_seconds(step, setting)
         operations = LAYERS * sum(one.operations(tokens) for one in products)
-        title, unit, work, bound = (
-            f"Layers of {CPU_LOAD.shape} {precision}, {tokens} tokens",
-            "GFLOP/s",
-            operations,
-            None,
-        )
+        title = f"Layers of {CPU_LOAD.shape} {precision}, {tokens} tokens"
+        unit = "GFLOP/s"
+        work = operations
+        bound = None
         if tokens == 1:
             title, unit = f"Layers of {CPU_LOAD.shape} {precision}, 1 token", "GB/s"
             work = LAYERS * sum(one.moved_bytes(tokens, dtype.itemsize) for one in products)
