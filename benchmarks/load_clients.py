@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.audit.discovery import walk
-from megatoken.audit.endpoints import endpoint_results_in
-from megatoken.audit.load_tools import tool_results_in
+from megatoken.audit.stated import endpoint_results_in, tool_results_in
 from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.hardware.inventory import take_inventory
 from own_server import percentiles
@@ -157,7 +156,7 @@ def read_tool(folder: Path, rows: list[Row]) -> tuple[Figures, Figures]:
     found: list[Any] = [*tool_results_in(tree)[0], *endpoint_results_in(tree, None, rules_claimed=False)[0]]
     [result] = found
     figures = result.run.figures
-    distributions = getattr(result, "distributions", {})
+    distributions = result.stated.distributions if hasattr(result, "stated") else {}
     count = int(figures.samples_issued)
     source = {
         "requests_per_second": figures.samples_per_second,

@@ -37,6 +37,7 @@ ORDER = [
     "processes",
     "signals",
     "yaml_files",
+    "archives",
     "files",
     "framing",
     "text",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from errno import EDQUOT, EFBIG, EINVAL, ENOSPC
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatoken.errors import StorageError
 from megatoken.text import utc_now
@@ -204,7 +204,7 @@ class UnreadableError(Exception):
     """A file that cannot be read at all; its text says why, without the path."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Opens ``path`` for reading if it is a regular file, without waiting for pipes; UnreadableError otherwise."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -213,7 +213,7 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise UnreadableError("is not a regular file")
-        return os.fdopen(descriptor, "rb", buffering=2**18)
+        return io.BufferedReader(io.FileIO(descriptor), 2**18)
     except BaseException:
         os.close(descriptor)
         raise
@@ -288,6 +288,15 @@ def read_json_object(path: Path) -> tuple[Mapping[str, Any], dict[str, int], lis
 def mapping(value: Any) -> Mapping[str, Any]:
     """``value`` if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
+
+
+def number_at(values: Any, *keys: str) -> float | None:
+    """The number under nested keys; None where there is none, or one above 1e30."""
+    for key in keys:
+        values = mapping(values).get(key)
+    if isinstance(values, bool) or not isinstance(values, int | float) or not abs(values) < 1e30:
+        return None
+    return values
 
 
 _HOLDERS = (dict, list, tuple)

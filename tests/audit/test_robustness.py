@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatoken import archives as archive_module
+from megatoken.archives import unpacked
 from megatoken.audit import Severity, audit
-from megatoken.audit import archive as archive_module
-from megatoken.audit.archive import unpacked
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import UnreadableError, parse_json
 from megatoken.mlperf.accuracy_log import read_accuracy_log

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatoken.analysis.contradictions import check_rates
 from megatoken.errors import UsageError
 from megatoken.runs.run import CONFIG, RESULT, Run, read_run
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 DEEPEST = 4  # folders between a path and its runs: runs/ of a machine, of a month, and their repeats
 
@@ -67,6 +71,24 @@ def _read_or_say(folder: Path) -> Run | Unreadable:
         return read_consistent_run(folder)
     except UsageError as error:
         return Unreadable(folder, str(error))
+
+
+def readable(items: Iterable[_Item], read: Callable[[_Item], _Found]) -> tuple[list[_Found], list[str]]:
+    """What ``read`` makes of the items, and of each damaged run folder the line that says why it cannot be read.
+
+    Raises UsageError: none can be read, or an item has no run folder.
+    """
+    found, damaged = [], []
+    for item in items:
+        try:
+            found.append(read(item))
+        except UsageError as error:
+            if not run_folders(Path(str(item))):  # a name that was mistyped is no damage
+                raise
+            damaged.append(str(error))
+    if not found:
+        raise UsageError("; ".join(damaged))
+    return found, damaged
 
 
 def _some_folders(path: Path) -> list[Path]:

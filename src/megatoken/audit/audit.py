@@ -11,7 +11,7 @@ from typing import Any
 
 from megatoken.analysis.aggregation import Aggregate, aggregate
 from megatoken.analysis.standing import verified_standing
-from megatoken.audit.archive import unpacked
+from megatoken.archives import unpacked
 from megatoken.audit.checks import endpoints as endpoint_checks
 from megatoken.audit.checks import load_tools as tool_checks
 from megatoken.audit.checks import systems as system_checks
@@ -28,7 +28,6 @@ from megatoken.audit.checks.run_folder import (
     lost_files_note,
     owner,
     run_folders_in,
-    without_result,
 )
 from megatoken.audit.checks.submission import (
     Submission,
@@ -47,21 +46,20 @@ from megatoken.audit.documents import (
     systems_in,
     user_conf_of,
 )
-from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, node_rows, places
 from megatoken.audit.examine import Job, Progress, examine_all
 from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Severity, check, outcome
-from megatoken.audit.load_tools import tool_results_in
 from megatoken.audit.placement import meanings, meant, results_above, scores_meant
+from megatoken.audit.stated import endpoint_results_in, tool_results_in
 from megatoken.audit.view import RunFiles
 from megatoken.errors import ExitCode, UsageError
-from megatoken.files import UnreadableError, display, plain, read_text
+from megatoken.files import UnreadableError, display, new_document, read_text
 from megatoken.mlperf.detail_log import ABANDONED
+from megatoken.mlperf.endpoints_report import ACCURACY
 from megatoken.mlperf.rounds import has_rules, known_round
 from megatoken.runs.run import RESULT, Verdict
-from megatoken.text import count_of, utc_now
+from megatoken.text import count_of, natural
 
-SCHEMA_VERSION = 1
 MOST_README_BYTES = 2**20
 MOST_READMES = 50
 MOST_INTERRUPTED = 10
@@ -91,25 +89,21 @@ class Audit:
         """Plain JSON of the kind ``audit``."""
         together = self.aggregate.to_document() if self.aggregate else None
         slow = set(self.aggregate.stragglers.nodes) if self.aggregate else set()
-        document = {
-            "kind": "audit",
-            "schema_version": SCHEMA_VERSION,
-            "created_at": utc_now(),
-            "title": f"Audit of {Path(self.evidence.root).name}",
-            "inputs": [self.evidence.root],
-            "notes": list(self.notes),
-            "artefact_kind": self.evidence.kind,
-            "round": self.evidence.round,
-            "findings": [asdict(finding) for finding in self.findings],
-            "counts": self.counts,
-            "artefacts": [run.to_document() for run in self.evidence.runs],
-            "systems": [{"path": system.path, **dict(system.values)} for system in self.evidence.systems],
-            "nodes": [_node_document(run, slow) for run in self.evidence.performance_runs] if together else [],
-            "aggregate": together,
-            "claims": list(self.claims),
-        }
-        encodable: dict[str, Any] = plain(document)
-        return encodable
+        return new_document(
+            "audit",
+            title=f"Audit of {Path(self.evidence.root).name}",
+            inputs=[self.evidence.root],
+            notes=self.notes,
+            artefact_kind=self.evidence.kind,
+            round=self.evidence.round,
+            findings=[asdict(finding) for finding in self.findings],
+            counts=self.counts,
+            artefacts=[run.to_document() for run in self.evidence.runs],
+            systems=[{"path": system.path, **system.values} for system in self.evidence.systems],
+            nodes=[_node_document(run, slow) for run in self.evidence.performance_runs] if together else [],
+            aggregate=together,
+            claims=self.claims,
+        )
 
 
 def audit(
@@ -160,8 +154,9 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     rules_claimed = bool(submissions or claimed)
     endpoints, endpoint_damages = endpoint_results_in(tree, claimed, rules_claimed)
     tools, tool_damages = ([], []) if submissions else tool_results_in(tree)
+    lost = lost_files_in(tree)
     if not any((files, endpoints, endpoint_damages, run_folders, tools, tool_damages)):
-        raise _nothing_to_audit(tree, path)
+        raise _nothing_to_audit(path, lost)
     ledger = Ledger()
     systems, damages = systems_in(tree, system_folders(submissions))
     for kind, wrong in (("system", damages), ("endpoint", endpoint_damages), ("tool", tool_damages)):
@@ -206,7 +201,6 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(_check_evidence(tree, evidence, submissions, claimed))
     for folder in run_folders:
         ledger.add(check_run_folder(tree, folder, evidence.runs))
-    lost = lost_files_in(tree)
     ledger.add(check_lost_files(lost))
     ledger.add(check_seals(tree))
     ledger.add(check_repeats(tree))
@@ -223,11 +217,10 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     return Audit(evidence, ledger.findings(), together, notes)
 
 
-def _nothing_to_audit(tree: Tree, path: Path) -> UsageError:
-    lost = without_result(tree)
-    if lost is not None:
+def _nothing_to_audit(path: Path, lost: Mapping[str, Sequence[str]]) -> UsageError:
+    if without_result := sorted((folder for folder, missing in lost.items() if RESULT in missing), key=natural):
         why = f"a run folder without {RESULT}, so there is no result to audit; copy it again or repeat the run"
-        return UsageError(f"{path / lost}: {why}")
+        return UsageError(f"{path / without_result[0]}: {why}")
     expected = "expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
     return UsageError(f"{path}: no LoadGen logs below it; {expected}")
 

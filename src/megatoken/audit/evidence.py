@@ -29,10 +29,6 @@ class Where:
     file: str
     line: int | None = None
 
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return {"file": self.file, "line": self.line}
-
 
 def places(*paths: str, line: int | None = None) -> tuple[Where, ...]:
     """Files or folders of the audited tree, or their line, with printable names."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatoken.audit.evidence import Role, Run, Where
-from megatoken.audit.finding import Observation, Outcome, Severity, listed, outcome, shown
+from megatoken.audit.finding import Outcome, Severity, listed, outcome, shown
 from megatoken.files import display
 from megatoken.mlperf.accuracy_log import AccuracyLog
 from megatoken.mlperf.benchmarks import Benchmark
@@ -149,16 +149,3 @@ def unmet(rules_claimed: bool, division: str | None) -> Severity:
     if not rules_claimed:
         return Severity.NOTE
     return Severity.WARN if division == "open" else Severity.FAIL
-
-
-def observe(
-    id_: str,
-    holds: bool | None,
-    expected: str,
-    found: str,
-    where: tuple[Where, ...] = (),
-    otherwise: Severity = Severity.FAIL,
-) -> Observation:
-    """An observation of a check that another room defines; see ``outcome``."""
-    seen = outcome(holds, expected, found, where, otherwise)
-    return Observation(seen.severity, expected, found, where, id=id_)

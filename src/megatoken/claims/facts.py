@@ -106,6 +106,11 @@ class Facts:
         shown = "shown not to be" if "simultaneous" in self.values else "not shown to be"
         return f"sum of {len(self.nodes)} node rates, {shown} simultaneous"
 
+    def text(self, name: str) -> str | None:
+        """The fact ``name``, if it is a text."""
+        fact = self.values.get(name)
+        return fact.value if fact and isinstance(fact.value, str) else None
+
     def find(self, name: str) -> Fact:
         """The fact ``name``. Raises UnknownFactError if the artefacts lack it, FormulaError for unknown names."""
         if name in self.values:

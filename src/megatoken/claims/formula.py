@@ -214,11 +214,11 @@ class Lookups:
 
     def __init__(self, claim: Claim, facts: Facts, claims: Mapping[str, Claim]) -> None:
         self._claim, self._facts, self._claims = claim, facts, claims
-        self.where: list[Where] = []
-        self.nameplate: list[str] = []
+        self.where: dict[Where, None] = {}
+        self.nameplate: dict[str, None] = {}
         self.projections: list[str] = []
         self.estimates: list[str] = []
-        self.conditions: list[str] = []
+        self.conditions: dict[str, None] = {}
         self.published: list[Entry] = []
         self.columns: list[str] = []  # of the table of accelerators
         self.uses_time = self.uses_rates = False
@@ -230,11 +230,11 @@ class Lookups:
             return self._input(name, self._claim.inputs[name])
         fact = self._facts.find(name)
         self.uses_evidence = True
-        self.where += [place for place in fact.where if place not in self.where]
+        self.where |= dict.fromkeys(fact.where)
         self.uses_time |= name.endswith("_seconds")
         self.uses_rates |= name == "tokens_per_second"
         if fact.condition:
-            self._add_condition(fact.condition)
+            self.conditions.setdefault(fact.condition)
         return fact.value
 
     def call(self, function: str, arguments: Sequence[Value], filters: Mapping[str, Value]) -> Value:
@@ -266,13 +266,13 @@ class Lookups:
         if given.state in ("estimate", "assumed"):
             self.estimates.append(f"{name} is {'an estimate' if given.state == 'estimate' else 'assumed'}")
         if given.state == "nameplate":
-            self._add_nameplate(f"{name} is nameplate")
+            self.nameplate.setdefault(f"{name} is nameplate")
         elif given.unit in WATTS and given.accelerator and given.accelerators:
             watts = _known(accelerator_table(), given.accelerator, "accelerator").tdp_watts
             nameplate = (watts or 0.0) * given.accelerators
             if nameplate and abs(given.value * WATTS[given.unit] - nameplate) <= 0.005 * nameplate:
                 product = f"{given.accelerators} x {watts:,g} W TDP of {given.accelerator}"
-                self._add_nameplate(f"{name}, {given.value:,g} {given.unit}, is {product}: the accelerators only")
+                self.nameplate.setdefault(f"{name}, {given.value:,g} {given.unit}, is {product}: the accelerators only")
         return given.value
 
     def _published(self, submission: str, benchmark: str, scenario: str, what: str) -> Value:
@@ -292,7 +292,7 @@ class Lookups:
                 if not rated:
                     raise UnknownFactError(f"a published result with {what}", f"a result that states {what}")
                 best = max(rated, key=lambda pair: pair[0])[1]
-                self._add_condition(f"best of {count_of(len(rated), 'row')}: {best.name}")
+                self.conditions.setdefault(f"best of {count_of(len(rated), 'row')}: {best.name}")
                 return self._part(best, what)
             case "count_results" | "count_submitters", []:
                 for table in dict.fromkeys(row.table for row in rows):
@@ -300,13 +300,9 @@ class Lookups:
                 if function == "count_results":
                     return float(len(rows))
                 names = {row.submitter.lower(): row.submitter for row in rows}  # v6.0 has ORACLE
-                self._add_condition(f"submitters: {', '.join(sorted(names.values())) or 'none'}")
+                self.conditions.setdefault(f"submitters: {', '.join(sorted(names.values())) or 'none'}")
                 return float(len(names))
         raise FormulaError(f"{function}() with {count_of(len(texts), 'argument')}; write {LOOKUPS[function]}")
-
-    def _add_condition(self, text: str) -> None:
-        if text not in self.conditions:
-            self.conditions.append(text)
 
     def _part(self, row: PublishedResult, what: str) -> float:
         """One of ``_parts`` of a row; its place and what it is presented as are recorded."""
@@ -337,18 +333,12 @@ class Lookups:
         self._place(ACCELERATORS, facts.line)
         self.columns.append(column)
         if column == "tdp_w":
-            self._add_nameplate(f"TDP of {name}")
+            self.nameplate.setdefault(f"TDP of {name}")
         return facts.values[column]
-
-    def _add_nameplate(self, text: str) -> None:
-        if text not in self.nameplate:
-            self.nameplate.append(text)
 
     def _place(self, table: str, line: int | None) -> None:
         self.uses_evidence = True
-        place = Where(f"megatoken/data/{table}", line)
-        if place not in self.where:
-            self.where.append(place)
+        self.where.setdefault(Where(f"megatoken/data/{table}", line))
 
 
 def _parts(row: PublishedResult) -> dict[str, float | None]:

@@ -76,7 +76,7 @@ class ClaimAnswer:
             "errors": list(self.errors),
             "why": self.why,
             "evidence_that_would_settle": list(self.evidence_that_would_settle),
-            "where": [where.to_document() for where in self.where[:MOST_PLACES]],
+            "where": list(map(asdict, self.where[:MOST_PLACES])),
         }
 
 

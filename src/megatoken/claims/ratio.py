@@ -104,9 +104,9 @@ def side_entry(side: Side, facts: Facts) -> Entry:
     rates = facts.find("tokens_per_second").value
     found = {
         "division": facts.division,
-        "scenario": _text(facts, "scenario"),
+        "scenario": facts.text("scenario"),
         "model": facts.nodes[0].model,
-        "precision": _text(facts, "config.precision"),
+        "precision": facts.text("config.precision"),
         "accelerator": facts.accelerator,
         "accelerators": sum(row.accelerators or 0 for row in facts.nodes) or None,
         "nodes": facts.node_count,
@@ -137,11 +137,6 @@ def _rate(entry: Entry, basis: str) -> float:
 def _in_unit(ratio: float, unit: str) -> float:
     """The ratio itself or, for a unit of percent, by how many percent it exceeds one."""
     return (ratio - 1) * 100 if unit.startswith(("%", "percent")) else ratio
-
-
-def _text(facts: Facts, name: str) -> str | None:
-    fact = facts.values.get(name)
-    return fact.value if fact and isinstance(fact.value, str) else None
 
 
 def _listed(unlike: list[Difference]) -> str:

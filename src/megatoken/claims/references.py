@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from megatoken.analysis.aggregation import aggregate
 from megatoken.analysis.comparison import Entry
@@ -23,30 +22,6 @@ from megatoken.errors import UsageError
 from megatoken.runs.run import Run, read_run
 
 Reader = Callable[[Path], Evidence]
-
-
-LEFT_OUT = "left out: "
-
-_Item = TypeVar("_Item")
-_Found = TypeVar("_Found")
-
-
-def readable(items: Iterable[_Item], read: Callable[[_Item], _Found]) -> tuple[list[_Found], list[str]]:
-    """What ``read`` makes of the items, and of each damaged run folder the line that says why it cannot be read.
-
-    Raises UsageError: none can be read, or an item has no run folder.
-    """
-    found, damaged = [], []
-    for item in items:
-        try:
-            found.append(read(item))
-        except UsageError as error:
-            if not run_folders(Path(str(item))):  # a name that was mistyped is no damage
-                raise
-            damaged.append(str(error))
-    if not found:
-        raise UsageError("; ".join(damaged))
-    return found, damaged
 
 
 def aggregation_folders(paths: Iterable[Path]) -> list[Path]:
@@ -126,9 +101,7 @@ def _logs_entry(path: Path, evidence: Evidence) -> Entry:
     result = aggregate(_log_rows(path, evidence), inputs=[str(path)])
     facts = gather(evidence)
     entry = aggregate_entry(result, str(path), state="unverified", accelerator=facts.accelerator)
-    precision = facts.values.get("config.precision")
-    stated = str(precision.value) if precision else None
-    return replace(entry, division=facts.division, precision=stated, nodes=facts.node_count)
+    return replace(entry, division=facts.division, precision=facts.text("config.precision"), nodes=facts.node_count)
 
 
 def _claim_entry(file: Path, name: str) -> Entry:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,8 +29,9 @@ def aggregate(
 ) -> int:
     """Combine the results of several nodes. Reports the total rate three ways, spread, stragglers and overlap."""
     from megatoken.analysis.aggregation import aggregate as aggregated
+    from megatoken.analysis.lookup import readable
     from megatoken.audit import read_evidence
-    from megatoken.claims.references import LEFT_OUT, aggregation_folders, aggregation_rows, readable
+    from megatoken.claims.references import aggregation_folders, aggregation_rows
 
     found, damaged = readable(aggregation_folders(paths), lambda path: aggregation_rows([path], read_evidence))
     result = aggregated(
@@ -40,9 +40,7 @@ def aggregate(
         straggler_threshold=straggler_threshold,
         baseline_tokens_per_second=baseline,
     )
-    result = replace(result, notes=(*(f"{LEFT_OUT}{why}" for why in damaged), *result.notes))
-    deliver(result.to_document(), json_only=json_only, out=out)
-    return complain_of(damaged)
+    return _deliver(result.to_document(), damaged, json_only=json_only, out=out)
 
 
 def compare(
@@ -63,9 +61,10 @@ def compare(
 ) -> int:
     """Compare results per accelerator, node and rack. Reports which ratios compare like with like."""
     from megatoken.analysis.comparison import compare as compared
+    from megatoken.analysis.lookup import readable
     from megatoken.analysis.sweep import compare_sweeps, read_sweep
     from megatoken.audit import read_evidence
-    from megatoken.claims.references import LEFT_OUT, comparison_entry, readable
+    from megatoken.claims.references import comparison_entry
     from megatoken.config import load_limits
     from megatoken.planning.run_price import judged_entry
 
@@ -84,9 +83,13 @@ def compare(
     )
     if damaged and len(entries) < 2:
         raise UsageError("; ".join(damaged))
-    result = compared(entries)
-    result = replace(result, notes=(*(f"{LEFT_OUT}{why}" for why in damaged), *result.notes))
-    deliver(result.to_document(), json_only=json_only, out=out)
+    return _deliver(compared(entries).to_document(), damaged, json_only=json_only, out=out)
+
+
+def _deliver(document: dict[str, Any], damaged: list[str], *, json_only: bool, out: Path | None) -> ExitCode:
+    """Deliver a document with a note on each run folder that is left out, because it is damaged."""
+    notes = [*(f"left out: {why}" for why in damaged), *document["notes"]]
+    deliver({**document, "notes": notes}, json_only=json_only, out=out)
     return complain_of(damaged)
 
 

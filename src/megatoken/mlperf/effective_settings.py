@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
+from megatoken.mlperf.benchmarks import benchmark_of
 from megatoken.mlperf.detail_log import COMMON_SETTINGS, DetailLog
 from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
 from megatoken.mlperf.loadgen_builds import version_number
@@ -42,6 +44,20 @@ _BY_SCENARIO: dict[str | None, dict[str, int | str]] = {
         "target_latency_percentile": "requested_single_stream_target_latency_percentile",
         "min_sample_count": "effective_min_query_count",
     },
+}
+# Keys of user.conf and the keys of the log, whose values are the same; durations are in milliseconds.
+_LOGGED = {
+    "min_duration": "requested_min_duration_ms",
+    "max_duration": "requested_max_duration_ms",
+    "min_query_count": "requested_min_query_count",
+    "max_query_count": "requested_max_query_count",
+    "performance_sample_count_override": "requested_performance_sample_count_override",
+    "sample_concatenate_permutation": "requested_sample_concatenate_permutation",
+}
+_LIMITS = {"ttft_latency": "requested_server_ttft_latency", "tpot_latency": "requested_server_tpot_latency"}
+_OF_SCENARIO = {
+    "Offline": {"target_qps": "requested_offline_expected_qps"},
+    "Server": {"target_qps": "requested_server_target_qps", **_LIMITS},
 }
 MOST_LINES = 5_000
 _LINE = re.compile(r"\s*([\w-]{1,80}|\*)\.(\w{1,40}|\*)\.(\w{1,80})\s+=\s+(-?\d{1,20}(?:\.\d{1,20})?)(?:\s.*)?")
@@ -111,3 +127,42 @@ def user_conf_entries(text: str) -> dict[tuple[str, str, str], tuple[str, int]]:
             model, scenario, key, value = found.groups()
             entries[model, scenario, key] = (value, number)
     return entries
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A key of user.conf with the key of the log that has its value."""
+
+    key: str
+    log_key: str
+    asked: list[tuple[str, int]]  # value and line; several if it is not known which model ran
+
+    def as_logged(self, value: str, logged: object) -> float | bool:
+        """A value in the unit of the log, which has flags as true and false and limits in nanoseconds."""
+        number = float(value)
+        if isinstance(logged, bool):
+            return number == 1
+        return number * 1e6 if self.key in _LIMITS else number
+
+
+def user_conf_settings(text: str, scenario: str, benchmark: str | None) -> list[Asked]:
+    """What a user.conf asks of a run, as LoadGen prefers it: of its model and scenario, else of any.
+
+    LoadGen's log does not say by which name it was asked for a model; ``benchmark`` is the one that ran, if known.
+    """
+    entries, found = user_conf_entries(text), []
+    for key, log_key in {**_LOGGED, **_OF_SCENARIO.get(scenario, {})}.items():
+        mine = [model for model, _, name in entries if model != "*" and name == key and _may_be(benchmark, model)]
+        for models, of in ((mine, scenario), (["*"], scenario), (mine, "*"), (["*"], "*")):
+            if asked := [entries[model, of, key] for model in models if (model, of, key) in entries]:
+                found.append(Asked(key, log_key, asked))
+                break
+    return found
+
+
+def _may_be(benchmark: str | None, model: str) -> bool:
+    return benchmark is None or benchmark_of(model, None) is None or _family(model) == _family(benchmark)
+
+
+def _family(name: str) -> str:
+    return re.sub(r"-99(?:\.9)?$|-interactive$", "", name.replace("llama3_1", "llama3.1"))

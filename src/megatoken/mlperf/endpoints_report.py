@@ -1,5 +1,8 @@
 """Result files in the formats of MLPerf Endpoints' reference client: the summary of a run, its report, its events.
 
+A submission of v6.1 may hold such a summary instead of LoadGen's logs, so it is read here too
+(endpoints_parser.py of the submission checker of mlcommons/inference).
+
 Formats: ``metrics/report.py``, ``core/record.py`` and ``core/types.py`` of mlcommons/endpoints, August 2026. Times are
 nanoseconds. Percentiles are values of the run at the rank below, as the client takes them.
 """
@@ -16,8 +19,11 @@ import numpy as np
 from megatoken import __version__
 from megatoken.analysis.series import Floats, numbers
 from megatoken.analysis.statistics import Samples
+from megatoken.files import mapping, number_at
 from megatoken.mlperf.endpoints import in_order_of_issue
 from megatoken.mlperf.endpoints_window import lower_percentile
+from megatoken.mlperf.rounds import round_seeds
+from megatoken.mlperf.run_figures import RunFigures
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,6 +39,11 @@ SECTIONS = (
     ("Input sequence lengths", "input_sequence_lengths", "tokens", 1.0),
     ("Output sequence lengths", "output_sequence_lengths", "tokens", 1.0),
 )
+SUMMARY, ACCURACY = "result_summary.json", "accuracy_results.json"
+SCENARIO_OF_LOAD = {"max_throughput": "Offline", "poisson": "Server"}
+CAUTIOUS = "early_stopping_percentiles"  # estimates with 99 % confidence
+PERCENTILES = ("50", "90", "95", "97", "99", "99.9")  # that LoadGen states too
+SEEDS = ("dataloader_random_seed", "scheduler_random_seed")  # of the order of samples, and of the schedule
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call", "other")
 
 
@@ -166,3 +177,59 @@ def event(kind: str, moment_ns: int, sample: int | None = None, pieces: Sequence
         "turn": None,
         "data": data,
     }
+
+
+def percentiles(part: Any, scale: float, kind: str = "percentiles") -> dict[str, float]:
+    """Minimum, mean, maximum and percentiles of a distribution, divided by ``scale``."""
+    part = mapping(part)
+    found = {name: number_at(part, own) for name, own in (("min", "min"), ("mean", "avg"), ("max", "max"))}
+    for percent in PERCENTILES:
+        value = number_at(part, kind, percent)
+        found[f"p{percent}"] = number_at(part, kind, f"{percent}.0") if value is None else value
+    return {name: value / scale for name, value in found.items() if value is not None}
+
+
+def window_seconds(values: Mapping[str, Any]) -> float | None:
+    """The time that rates are divided by: LoadGen's window, to the end of the last issued sample, or the run."""
+    window = number_at(values, "legacy_loadgen_window_duration_ns")
+    window = number_at(values, "duration_ns") if window is None else window
+    return window / 1e9 if window else None
+
+
+def summary_figures(values: Mapping[str, Any], settings: Mapping[str, Any]) -> RunFigures:
+    """The figures of a ``result_summary.json``; ``settings`` are those of the ``config.yaml`` next to it."""
+    pattern = mapping(mapping(values.get("run_config")).get("load_pattern")).get("type")
+    issued, duration_ns = number_at(values, "n_samples_issued"), number_at(values, "duration_ns")
+    failed, tokens = number_at(values, "n_samples_failed"), number_at(values, "output_sequence_lengths", "total")
+    duration_ms = number_at(settings, "runtime", "min_duration_ms")
+    return RunFigures(
+        scenario=SCENARIO_OF_LOAD.get(pattern) if isinstance(pattern, str) else None,
+        mode="PerformanceOnly",
+        round=_round(values),
+        output_tokens_per_second=number_at(values, "tps"),
+        samples_per_second=number_at(values, "qps"),
+        tokens_per_sample=number_at(values, "output_sequence_lengths", "avg"),
+        output_tokens=tokens,
+        samples_issued=None if issued is None else int(issued),
+        target_qps=number_at(values, "run_config", "load_pattern", "target_qps"),
+        min_duration_seconds=None if duration_ms is None else duration_ms / 1e3,
+        duration_seconds=None if duration_ns is None else duration_ns / 1e9,
+        latency_seconds=percentiles(values.get("latency"), 1e9),
+        ttft_seconds=percentiles(values.get("ttft"), 1e9),
+        tpot_seconds=percentiles(values.get("tpot"), 1e9),
+        errors=None if failed is None else int(failed),
+    )
+
+
+def _round(values: Mapping[str, Any]) -> str | None:
+    """The round that published the two seeds that a result states."""
+    mine = tuple(mapping(values.get("run_config")).get(name) for name in SEEDS)
+    return next((name for name, seeds in round_seeds().items() if seeds[1:] == mine), None)
+
+
+def accuracy_scores(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The scored data sets of an accuracy_results.json."""
+    scores = values.get("accuracy_scores")
+    for score in scores if isinstance(scores, list) else ():
+        if isinstance(score, dict) and score.get("dataset_type") in (None, "accuracy"):
+            yield score

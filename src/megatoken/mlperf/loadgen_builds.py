@@ -11,6 +11,7 @@ from typing import Any
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.rounds import load_csv, load_table, round_seeds
 
+GENERATED = "/mlperf_conf.h"  # made from mlperf.conf at build time
 MODES = ("PerformanceOnly", "AccuracyOnly")
 _BY_RELEASE = ("requested_accuracy_sample_count_override", "effective_accuracy_sample_count", "num_errors")
 # Of the one percentile that the scenario's target is about, such as "99th percentile first token latency (ns)".
@@ -26,6 +27,13 @@ class Build:
     commit_date: str  # ISO 8601, with a time where the release's own logs state it
     sha1: Mapping[str, str]  # path below loadgen/ -> SHA-1
 
+    def differing(self, sources: Mapping[str, object]) -> list[str]:
+        """Of logged source files, those with another hash, and C++ files that only one side has."""
+        known, cpp = self.sha1, ".cc"
+        names = [name for name, sha1 in sources.items() if name in known and name != GENERATED and sha1 != known[name]]
+        names += [name for name in sources if name.endswith(cpp) and name not in known and "generated" not in name]
+        return sorted((*names, *(name for name in known if name.endswith(cpp) and name not in sources)))
+
 
 @cache
 def builds() -> tuple[Build, ...]:
@@ -35,6 +43,19 @@ def builds() -> tuple[Build, ...]:
         Build(entry["version"], entry["commit"], entry["commit_date"], {**table["base"], **entry["differs"]})
         for entry in table["builds"]
     )
+
+
+def build_of(commit: str) -> Build | None:
+    """The known release of a commit."""
+    return next((build for build in builds() if commit and build.commit == commit[:10]), None)
+
+
+def nearest_build(sources: Mapping[str, object], version: str) -> tuple[Build, list[str]]:
+    """The release whose C++ files are most like the logged ones, those of that version first, and what differs."""
+    code = {path: sha1 for path, sha1 in sources.items() if path.endswith((".cc", ".h")) and path != GENERATED}
+    ordered = sorted(builds(), key=lambda build: build.version != version)
+    nearest = min(ordered, key=lambda build: len(build.differing(code)))
+    return nearest, nearest.differing(code)
 
 
 @cache

@@ -18,8 +18,8 @@ from megatoken.mlperf.accuracy_log import ACCURACY_LOG, TRUNCATED_BYTES, read_ac
 from megatoken.mlperf.benchmarks import Benchmark, benchmarks
 from megatoken.mlperf.compliance import compliance_file
 from megatoken.mlperf.detail_log import DETAIL_LOG
+from megatoken.mlperf.submission_layout import TO_FILL, Key, Layout, layout_of, supported_round
 from megatoken.submission import description
-from megatoken.submission.layout import TO_FILL, Key, Layout, layout_of, supported_round
 from megatoken.submission.runs import (
     ACCURACY_TXT,
     SUMMARY,

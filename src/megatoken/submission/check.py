@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,20 @@ from megatoken.audit.checks.submission import (
 from megatoken.audit.checks.systems import check_system
 from megatoken.audit.discovery import Tree, below, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, systems_in, user_conf_of
-from megatoken.audit.endpoints import is_endpoint_result
 from megatoken.audit.evidence import Evidence, Role, System, places
 from megatoken.audit.examine import Job, Progress, examine_all
 from megatoken.audit.finding import Observation
 from megatoken.audit.placement import Meaning, benchmark_names, meanings, meant, results_above, scores_meant
-from megatoken.audit.view import RunFiles, observe
+from megatoken.audit.stated import is_endpoint_result
+from megatoken.audit.view import RunFiles
 from megatoken.errors import ExitCode, UsageError
-from megatoken.files import UnreadableError, display, plain
+from megatoken.files import UnreadableError, display, new_document
 from megatoken.mlperf.benchmarks import benchmarks, is_other_benchmark
 from megatoken.mlperf.detail_log import read_detail_log
 from megatoken.mlperf.run_figures import round_of
+from megatoken.mlperf.submission_layout import ROUNDS, Key, layout_of, supported_round
 from megatoken.submission.evidence_checks import Published, check_compliance, check_scores, published
-from megatoken.submission.judge import Judge, Problem
-from megatoken.submission.layout import ROUNDS, Key, layout_of, supported_round
+from megatoken.submission.judge import Judge, Problem, observe
 from megatoken.submission.tree_checks import (
     check_description,
     check_files,
@@ -45,7 +45,7 @@ from megatoken.submission.tree_checks import (
     check_to_fill,
     is_networked,
 )
-from megatoken.text import count_of, utc_now
+from megatoken.text import count_of
 
 SCHEMA_VERSION = 2
 MOST_WARNINGS_SHOWN = 20
@@ -87,23 +87,21 @@ class Check:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON of the kind ``submission_check``."""
-        document = {
-            "kind": "submission_check",
-            "schema_version": SCHEMA_VERSION,
-            "created_at": utc_now(),
-            "inputs": [self.root],
-            "round": self.round,
-            "decision": "refused" if self.refusals else "accepted",
-            "mlcommons_checker": "refuses" if self.mlcommons_refuses else "accepts",
-            "refusals": [problem.to_document() for problem in self.refusals],
-            "warnings": [problem.to_document() for problem in self.warnings],
-            "undecided": sorted(self.endpoints + self.others),
-            "results": [
-                {"division": division, "submitter": submitter, **asdict(one.key), "value": one.value, "unit": one.unit}
+        return new_document(
+            "submission_check",
+            SCHEMA_VERSION,
+            inputs=[self.root],
+            round=self.round,
+            decision="refused" if self.refusals else "accepted",
+            mlcommons_checker="refuses" if self.mlcommons_refuses else "accepts",
+            refusals=[problem.to_document() for problem in self.refusals],
+            warnings=[problem.to_document() for problem in self.warnings],
+            undecided=sorted(self.endpoints + self.others),
+            results=[
+                {"division": division, "submitter": submitter, **one.to_document()}
                 for division, submitter, one in self.results
             ],
-        }
-        return dict(plain(document))
+        )
 
     def describe(self) -> Iterator[str]:
         """Text lines: refusals with fixes, warnings, figures, the decision."""

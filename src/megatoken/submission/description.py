@@ -14,8 +14,8 @@ from megatoken.engine.schemes import find_scheme
 from megatoken.files import mapping
 from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.rounds import rules
+from megatoken.mlperf.submission_layout import IMPLEMENTATION, TO_FILL
 from megatoken.runs.run import Run
-from megatoken.submission.layout import IMPLEMENTATION, TO_FILL
 
 NONE = "N/A"  # for accelerators, on a CPU
 _OF_ACCELERATORS = (

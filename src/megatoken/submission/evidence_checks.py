@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatoken.audit.checks.submission import Submission
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where, places
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_text
 from megatoken.mlperf.accuracy_log import read_accuracy_scores
 from megatoken.mlperf.benchmarks import Benchmark
 from megatoken.mlperf.compliance import compliance_file
 from megatoken.mlperf.detail_log import read_detail_log
-from megatoken.submission.layout import Key, Layout
+from megatoken.mlperf.submission_layout import Key, Layout
+from megatoken.submission.judge import observe
 
 TEST06_LINES = (
     ("First token check pass: True", "First token check pass: Skipped"),
@@ -36,6 +37,10 @@ class Published:
     key: Key
     value: float
     unit: str
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {**self.key._asdict(), "value": self.value, "unit": self.unit}
 
 
 def published(

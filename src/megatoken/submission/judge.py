@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megatoken.audit.checks.submission import ACCURACY_FILES, Submission
 from megatoken.audit.discovery import Tree
 from megatoken.audit.evidence import Role, Run, Where
-from megatoken.audit.finding import Observation, Severity
+from megatoken.audit.finding import Observation, Severity, outcome
 from megatoken.files import display
 from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.rounds import rules as round_rules
@@ -89,7 +89,7 @@ class Problem:
             "refused_by_mlcommons_checker": self.by_mlcommons,
             "expected": self.expected,
             "found": self.found,
-            "where": [place.to_document() for place in self.where],
+            "where": list(map(asdict, self.where)),
             "fix": rule and rule.fix,
             "source": rule and rule.source,
         }
@@ -177,3 +177,16 @@ class Judge:
         ttft, tpot = run.figures.ttft_seconds.get("p99"), run.figures.tpot_seconds.get("p99")
         limits = benchmark.limits.get("Server") if benchmark else None
         return limits is not None and ttft is not None and tpot is not None and limits.kept_by(ttft, tpot)
+
+
+def observe(
+    id_: str,
+    holds: bool | None,
+    expected: str,
+    found: str,
+    where: tuple[Where, ...] = (),
+    otherwise: Severity = Severity.FAIL,
+) -> Observation:
+    """An observation of a check that another room defines; see ``outcome``."""
+    seen = outcome(holds, expected, found, where, otherwise)
+    return Observation(seen.severity, expected, found, where, id=id_)

@@ -13,11 +13,11 @@ from megatoken.audit.documents import json_document
 from megatoken.audit.evidence import System, Where, places
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.placement import ALIASES, MODEL_MAPPING
-from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_text
 from megatoken.mlperf.benchmarks import SCENARIOS, benchmarks, is_other_benchmark
 from megatoken.mlperf.rounds import rules
-from megatoken.submission.layout import TO_FILL, Key, Layout
+from megatoken.mlperf.submission_layout import TO_FILL, Key, Layout
+from megatoken.submission.judge import observe
 
 MOST_STRAYS = 50
 # Folders of a scenario in any round; descriptions belong there from v6.0 on and are allowed in v5.1.

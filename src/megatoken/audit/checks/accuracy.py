@@ -119,10 +119,8 @@ def order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome |
     agreeing = _agreeing(log, lambda before_gcc_11: issued_rows(seed, rows, load, count, before_gcc_11))
     if agreeing is None:
         return None
-    found, expected = (
-        f"{agreeing:,} of {count_of(len(log.rows), 'record')}",
-        "rows in the order of the sample index seed",
-    )
+    found = f"{agreeing:,} of {count_of(len(log.rows), 'record')}"
+    expected = "rows in the order of the sample index seed"
     return outcome(agreeing == len(log.rows), expected, found, (*where, *run.at("effective_sample_index_rng_seed")))
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from megatoken.audit.finding import Outcome, Severity, check, listed, outcome, shown
 from megatoken.audit.view import RunView
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.loadgen_builds import Build, builds
+from megatoken.mlperf.loadgen_builds import Build, build_of, nearest_build
 from megatoken.mlperf.run_figures import logged_start
 
-GENERATED = "/mlperf_conf.h"  # made from mlperf.conf at build time
 DAY_SECONDS = 86_400
 QUARTER_SECONDS, WIDEST_ZONE_SECONDS = 900, 14 * 3600
 
@@ -25,7 +23,7 @@ def _has_version(run: RunView) -> bool:
 def _version(run: RunView) -> tuple[str, str, Build | None]:
     """Version, commit, and the known build of that commit."""
     name, _, commit = (run.detail.text("loadgen_version") or "").partition(" @ ")
-    return name, commit, next((build for build in builds() if commit and build.commit == commit[:10]), None)
+    return name, commit, build_of(commit)
 
 
 @check("build.sources", "LoadGen's sources are a release's", "A changed LoadGen can report anything.", _has_version)
@@ -35,27 +33,16 @@ def sources(run: RunView) -> Outcome:
     if not isinstance(mine, dict) or not mine:
         return outcome(None, "SHA-1 of LoadGen's source files", "none", where)
     if build is not None:
-        differs = _differing(mine, build.sha1)
+        differs = build.differing(mine)
         found = shown(f"other files: {', '.join(differs)}") if differs else f"all {len(mine)} files"
         return outcome(not differs, f"the files of LoadGen {build.version} at commit {build.commit}", found, where)
     expected = "source files of a known release"
-    code = {path: sha1 for path, sha1 in mine.items() if path.endswith((".cc", ".h")) and path != GENERATED}
-    same_version = [build for build in builds() if build.version == name]
-    nearest = min((*same_version, *builds()), key=lambda build: len(_differing(code, build.sha1)))
-    others = _differing(code, nearest.sha1)
+    nearest, others = nearest_build(mine, name)
     if not others:
         found = f"commit {shown(commit or 'unknown')} is not known here; its C++ files are those of {nearest.version}"
         return outcome(True, expected, found, where)
     found = f"version {shown(run.detail.text('loadgen_version'))} is not known here; nearest is {nearest.version}"
     return outcome(None, expected, f"{found}, with other {shown(', '.join(others))}", where)
-
-
-def _differing(mine: Mapping[str, object], known: Mapping[str, str]) -> list[str]:
-    """Files with another hash, and C++ files that only one side has."""
-    names = [name for name, sha1 in mine.items() if name in known and name != GENERATED and sha1 != known[name]]
-    names += [name for name in mine if name.endswith(".cc") and name not in known and "generated" not in name]
-    names += [name for name in known if name.endswith(".cc") and name not in mine]
-    return sorted(shown(name) for name in names)
 
 
 @check("build.clean", "LoadGen was built unmodified", "With uncommitted changes it cannot be rebuilt.", _has_version)

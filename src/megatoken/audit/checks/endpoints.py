@@ -9,19 +9,11 @@ from typing import Any
 from megatoken.audit.checks import accuracy, cross, rules
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.documents import READABLE
-from megatoken.audit.endpoints import (
-    ACCURACY,
-    CAUTIOUS,
-    SEEDS,
-    EndpointResult,
-    accuracy_scores,
-    number,
-    percentiles,
-    window_seconds,
-)
 from megatoken.audit.evidence import Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
-from megatoken.files import Damage, UnreadableError, mapping, read_json_object
+from megatoken.audit.stated import EndpointResult
+from megatoken.files import Damage, UnreadableError, mapping, number_at, read_json_object
+from megatoken.mlperf.endpoints_report import ACCURACY, CAUTIOUS, SEEDS, accuracy_scores, percentiles, window_seconds
 from megatoken.mlperf.latencies import disorder, impossible_mean
 from megatoken.text import count_of
 
@@ -43,7 +35,7 @@ def check_endpoint(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
 @check("endpoint.complete", "The run ended, with every sample", "Samples that failed are missing from every figure.")
 def complete(result: EndpointResult) -> Outcome:
     values = result.summary
-    failed = number(values, "n_samples_failed")
+    failed = number_at(values, "n_samples_failed")
     problems = [f"{key} {shown(values.get(key))}" for key, wanted in ENDED.items() if values.get(key, wanted) != wanted]
     if failed != 0:
         problems.append(f"n_samples_failed {shown(failed)}")
@@ -61,14 +53,14 @@ def figures(result: EndpointResult) -> Outcome:
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Each with the key that it is about."""
-    issued, done, failed = (number(values, f"n_samples_{name}") for name in ("issued", "completed", "failed"))
+    issued, done, failed = (number_at(values, f"n_samples_{name}") for name in ("issued", "completed", "failed"))
     if issued is None or done is None or failed is None or issued != done + failed:
         yield "n_samples_issued", f"{issued} issued, {done} completed, {failed} failed"
-    seconds, tokens = window_seconds(values), number(values, LENGTHS, "total")
+    seconds, tokens = window_seconds(values), number_at(values, LENGTHS, "total")
     # LoadGen's window counts the intervals between samples.
-    intervals = done - 1 if done is not None and number(values, "legacy_loadgen_window_duration_ns") else done
+    intervals = done - 1 if done is not None and number_at(values, "legacy_loadgen_window_duration_ns") else done
     for key, count, unit in (("qps", intervals, "samples/s"), ("tps", tokens, "tokens/s")):
-        rate = number(values, key)
+        rate = number_at(values, key)
         if rate is None or count is None or not seconds or math.isclose(rate, count / seconds, rel_tol=EXACT):
             continue
         yield key, f"{rate:,.6g} {unit}, though {count:,.0f} in {seconds:,.3f} s are {count / seconds:,.6g}"
@@ -80,7 +72,7 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _distribution(part: Mapping[str, Any], key: str, samples: float | None) -> Iterator[str]:
-    total, mean = number(part, "total"), number(part, "avg")
+    total, mean = number_at(part, "total"), number_at(part, "avg")
     unit, scale = (" tokens", 1.0) if key == LENGTHS else (" s", 1e9)
     points = percentiles(part, scale)
     counts = _counts(part)
@@ -109,9 +101,9 @@ def settings(result: EndpointResult) -> Outcome:
     """What the configuration asks for, compared with what the summary reports."""
     asked, run = mapping(result.settings), mapping(result.summary.get("run_config"))
     load, runtime = mapping(asked.get("load_pattern")), mapping(asked.get("runtime"))
-    pairs = {name: (number(runtime, name), number(run, name)) for name in SEEDS}
-    pairs["n_samples_issued"] = number(runtime, "n_samples_to_issue"), number(result.summary, "n_samples_issued")
-    pairs["target_qps"] = number(load, "target_qps"), number(run, "load_pattern", "target_qps")
+    pairs = {name: (number_at(runtime, name), number_at(run, name)) for name in SEEDS}
+    pairs["n_samples_issued"] = number_at(runtime, "n_samples_to_issue"), number_at(result.summary, "n_samples_issued")
+    pairs["target_qps"] = number_at(load, "target_qps"), number_at(run, "load_pattern", "target_qps")
     wrong = {key: pair for key, pair in pairs.items() if pair[0] is not None and pair[0] != pair[1]}
     place = (Where(result.settings_path),) if result.settings_path else ()
     expected, found = (shown(", ".join(f"{key} {pair[part]}" for key, pair in wrong.items())) for part in (0, 1))
@@ -134,17 +126,17 @@ def _accuracy(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     scores = list(accuracy_scores(values))
     counts = [mapping(score.get("response_counts")) for score in scores]
     lost = [f"{name} {shown(one[name])}" for one in counts for name in ("empty", "missing") if one.get(name)]
-    samples = sum(int(number(score, "total_samples") or 0) for score in scores)
+    samples = sum(int(number_at(score, "total_samples") or 0) for score in scores)
     rows = benchmark.accuracy_rows if benchmark else samples
     found, where = "; ".join([count_of(samples, "sample"), *lost]), places(path, line=lines.get("total_samples"))
     whole, expected = bool(scores) and not lost and samples >= rows, f"a scored answer for each of {rows:,} rows"
     yield from accuracy.records.observations(outcome(whole, expected, found, where, result.unmet))
     if benchmark is not None and len(benchmark.accuracy) == 1 and scores:
         (target,) = benchmark.accuracy.values()
-        score = number(scores[0], "score") if len(scores) == 1 else number(values, "average_accuracy")
+        score = number_at(scores[0], "score") if len(scores) == 1 else number_at(values, "average_accuracy")
         found, where = "no score" if score is None else f"{score:g}", places(path, line=lines.get("score"))
         holds, expected = None if score is None else score >= target, f"{benchmark.name}: at least {target:g}"
         yield from cross.scores.observations(outcome(holds, expected, found, where, result.unmet))
     if len(scores) == 1:
-        length, both = number(scores[0], LENGTHS, "avg"), (*places(path), *result.at(LENGTHS))
+        length, both = number_at(scores[0], LENGTHS, "avg"), (*places(path), *result.at(LENGTHS))
         yield from cross.tokens_agree(result.figures.tokens_per_sample, length, both)

@@ -8,9 +8,8 @@ mlcommons/inference).
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from megatoken.audit.discovery import Tree, below
@@ -18,21 +17,18 @@ from megatoken.audit.documents import json_document
 from megatoken.audit.evidence import Document, Power, Role, Run, Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, parts, shown
 from megatoken.files import UnreadableError, display, mapping, open_regular
+from megatoken.mlperf.power_log import READINGS, mean_watts
 from megatoken.mlperf.rounds import rules
 from megatoken.text import count_of
 
 POWER_FILES = {"client.json", "client.log", "ptd_logs.txt", "server.json", "server.log"}
-READINGS = "spl.txt"
-LONGEST_LINE = 4096
-MOST_LINES = 1_000_000  # a reading a second for eleven days
 TESTING_BELOW_RANGING = 0.95
-CHUNK_BYTES = 2**20
 CLOCKS_APART_SECONDS = 0.8
 SUMMER_TIME_SECONDS = 3600.0  # MLPerf's checker accepts a power_begin that is an hour late
 ENDS = ("client", "server")
 KEYS = ("version", "timezone", "modules", "sources", "messages", "uuid", "session_name", "results", "phases")
 MODES = ("ranging", "testing")
-LOGS = ("mlperf_log_detail.txt", "mlperf_log_summary.txt", "spl.txt")
+LOGS = ("mlperf_log_detail.txt", "mlperf_log_summary.txt", READINGS)
 HASHED = (
     *("power/client.log", "power/ptd_logs.txt", "power/server.log"),
     *(f"{folder}/{name}" for folder in ("ranging", "run_1") for name in LOGS),
@@ -51,7 +47,7 @@ def power_of(tree: Tree, runs: Sequence[Run]) -> tuple[list[Power], list[Observa
         if run is None:
             continue
         try:
-            power = mean_watts(tree, path, run)
+            power = _power(tree, path, run)
         except UnreadableError as error:
             observations += readings(path, run, None, str(error))
             continue
@@ -81,35 +77,12 @@ def readings(path: str, run: Run, power: Power | None, problem: str = "") -> Out
     return outcome(power.readings > 0, expected, found if power.readings else "no reading in that time", where)
 
 
-def mean_watts(tree: Tree, path: str, run: Run) -> Power | None:
-    """The mean of the positive readings in ``path`` during a run; None if its log gives no times.
-
-    Raises UnreadableError: The readings cannot be read.
-    """
+def _power(tree: Tree, path: str, run: Run) -> Power | None:
+    """The mean power of a run; None if its log gives no times. Raises UnreadableError."""
     begin, end = run.figures.began_at, run.figures.ended_at
     if begin is None or end is None:
         return None
-    total, count = 0.0, 0
-    try:
-        with open_regular(tree.path(path)) as file:
-            for _ in range(MOST_LINES):
-                line = file.readline(LONGEST_LINE)
-                if not line:
-                    break
-                fields = line.decode("utf-8", "replace").split(",")
-                if len(fields) < 4 or fields[0] != "Time" or fields[2] != "Watts":
-                    continue
-                try:
-                    time = datetime.strptime(fields[1].strip(), "%m-%d-%Y %H:%M:%S.%f").replace(tzinfo=UTC)
-                    watts = float(fields[3])
-                except ValueError:
-                    continue
-                if begin < time < end and 0 < watts < math.inf:
-                    total += watts
-                    count += 1
-    except OSError as error:
-        raise UnreadableError(f"cannot be read: {error.strerror}") from None
-    return Power(display(path), run.path, total / count if count else 0.0, count)
+    return Power(display(path), run.path, *mean_watts(tree.path(path), begin, end))
 
 
 @check("power.ranging", "Ranging and measured power agree", "A run that draws less than its ranging run is another.")
@@ -118,16 +91,14 @@ def against_ranging(tree: Tree, performance: str, runs: Mapping[str, Run], power
     folder = below(performance, "ranging")
     ranging, path = runs.get(display(folder)), f"{folder}/{READINGS}"
     try:
-        before = mean_watts(tree, path, ranging) if ranging is not None and path in tree.files else None
+        before = _power(tree, path, ranging) if ranging is not None and path in tree.files else None
     except UnreadableError:
         return None
     if before is None or not before.readings:
         return None
     expected = f"at least {100 * TESTING_BELOW_RANGING:.0f} % of the ranging run's {before.mean_watts:,.1f} W"
-    holds, where = (
-        power.mean_watts >= TESTING_BELOW_RANGING * before.mean_watts,
-        (Where(power.path), Where(before.path)),
-    )
+    holds = power.mean_watts >= TESTING_BELOW_RANGING * before.mean_watts
+    where = (Where(power.path), Where(before.path))
     return outcome(holds, expected, f"{power.mean_watts:,.1f} W", where)
 
 
@@ -252,10 +223,7 @@ def _sha1(tree: Tree, path: str) -> str | None:
         return None
     try:
         with open_regular(tree.path(path)) as file:
-            digest = hashlib.sha1()
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
-            return digest.hexdigest()
+            return hashlib.file_digest(file, "sha1").hexdigest()
     except (OSError, UnreadableError):
         return None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatoken.analysis.standing import answer_length
-from megatoken.audit.endpoints import EndpointResult
 from megatoken.audit.evidence import Role
 from megatoken.audit.finding import Check, Outcome, Severity, check, outcome, shown
+from megatoken.audit.stated import EndpointResult
 from megatoken.audit.view import RunView
 from megatoken.mlperf import rules
 from megatoken.mlperf.benchmarks import Benchmark, benchmarks

@@ -35,15 +35,6 @@ def run_folders_in(tree: Tree) -> list[str]:
     return sorted((name.rstrip("/") for name in names if f"{name}{REQUESTS}" in tree.files), key=natural)
 
 
-def without_result(tree: Tree) -> str | None:
-    """The first folder that would look like a run folder if it had a result; soaks have no logs of LoadGen either."""
-    names = (path.removesuffix(REQUESTS) for path in tree.files if path == REQUESTS or path.endswith(f"/{REQUESTS}"))
-    lost = (
-        name.rstrip("/") for name in names if f"{name}{CONFIG}" in tree.files and f"{name}{RESULT}" not in tree.files
-    )
-    return min(lost, key=natural, default=None)
-
-
 def lost_files_in(tree: Tree) -> dict[str, list[str]]:
     """Folders that look like run folders of megatoken of which files are missing, and the missing ones."""
     names = (RESULT, CONFIG, ENVIRONMENT, REQUESTS, SERIES)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
 
 from megatoken.audit.evidence import Role, Where
 from megatoken.audit.finding import Outcome, Severity, check, listed, outcome, shown
 from megatoken.audit.view import RunView
-from megatoken.mlperf.benchmarks import benchmark_of
 from megatoken.mlperf.constraints import SIX_DIGITS
 from megatoken.mlperf.detail_log import LIBRARY_SET
 from megatoken.mlperf.draws import MOST_ROWS, library_order
@@ -18,27 +15,13 @@ from megatoken.mlperf.effective_settings import (
     offline_query_samples,
     queries_due_ns,
     samples_per_query,
-    user_conf_entries,
+    user_conf_settings,
 )
 from megatoken.mlperf.loadgen_builds import version_number
 from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of, is_number
 
 EVERY_ROW_A_QUERY = (5, 0, 6)  # earlier releases may generate an Offline query for each row; they issue one
-# Keys of user.conf and the keys of the log, whose values are the same; durations are in milliseconds.
-_LOGGED = {
-    "min_duration": "requested_min_duration_ms",
-    "max_duration": "requested_max_duration_ms",
-    "min_query_count": "requested_min_query_count",
-    "max_query_count": "requested_max_query_count",
-    "performance_sample_count_override": "requested_performance_sample_count_override",
-    "sample_concatenate_permutation": "requested_sample_concatenate_permutation",
-}
-_LIMITS = {"ttft_latency": "requested_server_ttft_latency", "tpot_latency": "requested_server_tpot_latency"}
-_OF_SCENARIO = {
-    "Offline": {"target_qps": "requested_offline_expected_qps"},
-    "Server": {"target_qps": "requested_server_target_qps", **_LIMITS},
-}
 
 
 @check("settings.effective", "Effective settings follow from requested ones", "LoadGen computes them.")
@@ -154,16 +137,12 @@ def check_user_conf(run: RunView) -> Outcome | None:
     path, text = run.user_conf
     if path.rpartition("/")[0] != run.files.folder and run.files.role is not Role.PERFORMANCE:
         return None
-    entries = user_conf_entries(text)
-    compared = {
-        key: (name, asked)
-        for key, name in {**_LOGGED, **_OF_SCENARIO.get(scenario, {})}.items()
-        if name in run.detail.first and (asked := _asked(entries, run, scenario, key))
-    }
+    compared = user_conf_settings(text, scenario, run.benchmark.name if run.benchmark else None)
+    compared = [one for one in compared if one.log_key in run.detail.first]
     wrong = [
-        (f"{key} = {asked[0][0]}", name, Where(path, asked[0][1]))
-        for key, (name, asked) in compared.items()
-        if not any(_same(logged := run.detail.get(name), _as_logged(float(value), key, logged)) for value, _ in asked)
+        (f"{one.key} = {one.asked[0][0]}", one.log_key, Where(path, one.asked[0][1]))
+        for one in compared
+        if not any(_same(logged := run.detail.get(one.log_key), one.as_logged(value, logged)) for value, _ in one.asked)
     ]
     if not compared:
         return None
@@ -172,31 +151,3 @@ def check_user_conf(run: RunView) -> Outcome | None:
     where = (*(place for _, _, place in wrong), *run.at(*(name for _, name, _ in wrong)))
     # A program may change settings after LoadGen has read the file.
     return outcome(not wrong, expected, found, where, Severity.WARN)
-
-
-def _asked(
-    entries: Mapping[tuple[str, str, str], tuple[str, int]], run: RunView, scenario: str, key: str
-) -> list[tuple[str, int]]:
-    """The value as LoadGen prefers them; those of several models if it is not known which one ran."""
-    mine = [model for model, _, name in entries if model != "*" and name == key and _may_be(run, model)]
-    for models, scenarios in ((mine, scenario), (["*"], scenario), (mine, "*"), (["*"], "*")):
-        if found := [entries[model, scenarios, key] for model in models if (model, scenarios, key) in entries]:
-            return found
-    return []
-
-
-def _may_be(run: RunView, model: str) -> bool:
-    """Whether the run may be of that model: LoadGen's log does not say by which name it was asked for a model."""
-    known = benchmark_of(model, None)
-    return run.benchmark is None or known is None or _family(model) == _family(run.benchmark.name)
-
-
-def _family(name: str) -> str:
-    return re.sub(r"-99(?:\.9)?$|-interactive$", "", name.replace("llama3_1", "llama3.1"))
-
-
-def _as_logged(asked: float, key: str, logged: object) -> float | bool:
-    """A value of user.conf in the unit of the log, which has flags as true and false and limits in nanoseconds."""
-    if isinstance(logged, bool):
-        return asked == 1
-    return asked * 1e6 if key in _LIMITS else asked

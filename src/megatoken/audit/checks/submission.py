@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 
 from megatoken.audit.discovery import DIVISIONS, Tree, below
 from megatoken.audit.documents import json_document
-from megatoken.audit.endpoints import ACCURACY, CONFIGURATIONS, is_endpoint_result
 from megatoken.audit.evidence import System, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, parts, shown
+from megatoken.audit.stated import CONFIGURATIONS, is_endpoint_result
 from megatoken.files import UnreadableError, read_text
 from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES
 from megatoken.mlperf.benchmarks import SCENARIOS, benchmark_of
 from megatoken.mlperf.compliance import compliance_file
+from megatoken.mlperf.endpoints_report import ACCURACY
 from megatoken.mlperf.rounds import rules
+from megatoken.mlperf.submission_layout import Key, Layout
 from megatoken.text import count_of
 
 MOST_FILE_BYTES = 50 * 2**20
@@ -32,7 +34,6 @@ ACCURACY_FILES_ALLOWED = ACCURACY_FILES | {"mlperf_log_trace.json", ".gitkeep"}
 _PASSED = {
     "TEST06": ("First token check pass: (?:True|Skipped)", "EOS check pass: True", "Sample length check pass: True")
 }
-Key = tuple[str, str, str]  # system, benchmark, scenario
 
 
 @dataclass
@@ -73,7 +74,7 @@ def submissions_in(tree: Tree) -> list[Submission]:
         path = "/".join(parts[len(above) : at])
         entry = found.setdefault(path, Submission(path, parts[at - 2], parts[at - 1]))
         if len(parts) == at + 4:
-            entry.results[parts[at + 1], parts[at + 2], parts[at + 3]] = folder
+            entry.results[Key(*parts[at + 1 : at + 4])] = folder
     return [entry for _, entry in sorted(found.items()) if entry.results]
 
 
@@ -100,20 +101,20 @@ def check_submission(
     """
     mine = {system.name: system for system in systems if system.path.startswith(below(one.path, "systems/"))}
     scenarios: dict[tuple[str, str], list[str]] = defaultdict(list)
+    layout = Layout(version)
     for key, folder in sorted(one.results.items()):
-        scenarios[key[:2]].append(key[2])
-        yield from scenario_name(key[2], folder)
+        scenarios[key[:2]].append(key.scenario)
+        yield from scenario_name(key.scenario, folder)
         if is_endpoint_result(tree, folder):
             yield from performance.observations(_endpoint(tree, folder))
             continue
         yield from performance(tree, folder, version)
         yield from accuracy(tree, folder, version)
-        described = folder if version == 6 else below(one.path, f"measurements/{'/'.join(key)}")
+        described = below(one.path, layout.description(key))
         yield from measurements(tree, described, version)
-        yield from measurement_keys(tree, described, version, key[0])
+        yield from measurement_keys(tree, described, version, key.system)
         if ruled and one.division in ("closed", "network"):
-            tested = folder if version == 6 else below(one.path, f"compliance/{'/'.join(key)}")
-            yield from compliance(tree, tested, key[1])
+            yield from compliance(tree, below(one.path, layout.compliance(key)), key.benchmark)
     if version == 5 and ruled:
         yield from measurements.observations(_without_results(tree, one))
     yield from described_systems(one, mine, demanded=version == 5 and ruled)
@@ -320,7 +321,7 @@ def required_scenarios(
 
 @check("submission.code", "The code is there", "It shows how to repeat the run.")
 def code(tree: Tree, one: Submission, version: int) -> Outcome:
-    folder = below(one.path, "code" if version == 5 else "src")
+    folder = below(one.path, Layout(version).code("").rstrip("/"))
     there = folder in tree.folders or folder in tree.folder_links
     return outcome(there, f"a folder {folder.rpartition('/')[2]}", folder if there else "none", places(folder))
 

@@ -115,10 +115,8 @@ def accelerator_count(system: System) -> Outcome | None:
 
 def _in_name(gpu: str) -> re.Pattern[str]:
     """A part in the name of a system, with the count in front of it or behind it."""
-    before, after = (
-        r"(?:(?<![0-9A-Za-z])(\d{1,5})x[-_]?|(?<![0-9A-Za-z]))",
-        r"(?:[-_A-Za-z0-9]*?GB)?x(\d{1,5})(?![0-9A-Za-z])",
-    )
+    before = r"(?:(?<![0-9A-Za-z])(\d{1,5})x[-_]?|(?<![0-9A-Za-z]))"
+    after = r"(?:[-_A-Za-z0-9]*?GB)?x(\d{1,5})(?![0-9A-Za-z])"
     return re.compile(rf"{before}{re.escape(gpu)}(?![0-9])(?:{after})?")
 
 
@@ -162,10 +160,8 @@ def host_memory(system: System) -> Outcome | None:
     first = re.match(r"\s*(\d{1,3})\s*[x×]", configured)
     counted = first is not None or _COUNTED.search(configured) is not None
     multiples = (1, int(first.group(1))) if first else (max(1, round(one / other)),) if counted else (1,)
-    holds, otherwise = (
-        any(_near(one, count * other) for count in multiples),
-        Severity.NOTE if counted else Severity.WARN,
-    )
+    holds = any(_near(one, count * other) for count in multiples)
+    otherwise = Severity.NOTE if counted else Severity.WARN
     found = shown("; ".join(f"{key}: {system.values[key]}" for key in keys))
     return outcome(holds, "one amount of host memory", found, tuple(map(system.where, keys)), otherwise)
 

@@ -31,7 +31,7 @@ def unpacked(path: Path) -> Iterator[Path]:
 
     Raises UsageError: no archive, a damaged one, one that unpacks to more than the bounds, or one with a name outside.
     """
-    with tempfile.TemporaryDirectory(prefix="megatoken-audit-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megatoken-unpacked-") as folder:
         room = _Room(path, Path(folder))
         try:
             if zipfile.is_zipfile(path):

@@ -1,35 +1,45 @@
-"""Results of MLPerf Endpoints, which a submission of v6.1 may hold instead of LoadGen's logs.
+"""Results that are stated without a log: of MLPerf Endpoints, and of load tools.
 
-``<scenario>/performance/result_summary.json`` has counts, rates and percentiles of all samples, ``config.yaml`` next to
-the folder the settings, ``accuracy/accuracy_results.json`` the scores (endpoints_parser.py of the submission checker of
-mlcommons/inference). There is no log: the summary can be compared with itself, its settings and the rules.
+A submission of v6.1 may hold ``<scenario>/performance/result_summary.json`` of MLPerf Endpoints instead of LoadGen's
+logs, with ``config.yaml`` next to the folder and ``accuracy/accuracy_results.json``. Such results can be compared with
+themselves, their settings and the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from megatoken.analysis.load_tools import ToolFigures, tool_figures, tool_of
 from megatoken.audit.discovery import Tree, below, run_files
 from megatoken.audit.documents import json_documents, structured
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.finding import Severity
 from megatoken.audit.view import RunFiles, run_of, unmet
-from megatoken.files import Damage, UnreadableError, display, mapping, read_text
+from megatoken.files import Damage, UnreadableError, display, mapping, open_regular, read_text
 from megatoken.mlperf.benchmarks import Benchmark, benchmark_of
-from megatoken.mlperf.rounds import round_seeds
+from megatoken.mlperf.endpoints_report import CAUTIOUS, SEEDS, SUMMARY, percentiles, summary_figures
 from megatoken.mlperf.run_figures import RunFigures
 
-SUMMARY = "result_summary.json"
-ACCURACY = "accuracy_results.json"
 CONFIGURATIONS = ("config.yaml", "config.yml")
 MOST_CONFIGURATION_BYTES = 2**16
-SCENARIOS = {"max_throughput": "Offline", "poisson": "Server"}
-CAUTIOUS = "early_stopping_percentiles"  # estimates with 99 % confidence
-PERCENTILES = ("50", "90", "95", "97", "99", "99.9")
-SEEDS = ("dataloader_random_seed", "scheduler_random_seed")  # of the order of samples, and of the schedule
+HEAD_BYTES = 1 << 16
+MOST_TOOL_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """One result of a load tool, and what it states."""
+
+    run: Run
+    tool: str
+    stated: ToolFigures
+
+    def at(self, *keys: str) -> tuple[Where, ...]:
+        """The lines of ``keys`` in the file; else the file."""
+        return _lines(self.run, *keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +95,13 @@ class EndpointResult:
 
     def at(self, *keys: str) -> tuple[Where, ...]:
         """The lines of ``keys`` in the summary; the configuration for a setting; else the summary itself."""
-        places = [self.run.where(key) for key in keys if key in self.run.source_lines]
-        if "min_duration_ms" in keys and self.settings_path:
-            places.append(Where(self.settings_path))
-        return tuple(dict.fromkeys(places)) or (self.run.where(),)
+        setting = self.settings_path if "min_duration_ms" in keys else None
+        return _lines(self.run, *keys, more=[Where(setting)] if setting else [])
+
+
+def _lines(run: Run, *keys: str, more: Sequence[Where] = ()) -> tuple[Where, ...]:
+    places = [run.where(key) for key in keys if key in run.source_lines]
+    return tuple(dict.fromkeys([*places, *more])) or (run.where(),)
 
 
 def endpoint_results_in(
@@ -103,7 +116,7 @@ def endpoint_results_in(
     for path, summary in documents.items():
         settings, settings_path = _settings(tree, path.rpartition("/performance/")[0])
         files = run_files(tree, path.rpartition("/")[0], {"detail": path})
-        figures = _figures(summary.values, settings)
+        figures = summary_figures(summary.values, settings)
         run = run_of(files, figures, accuracy_records=None, source_lines=summary.source_lines)
         results.append(EndpointResult(run, files, summary.values, settings, settings_path, round_, rules_claimed))
     return results, damages
@@ -119,33 +132,6 @@ def is_endpoint_result(tree: Tree, folder: str) -> bool:
     return below(folder, f"performance/{SUMMARY}") in tree.files
 
 
-def number(values: Mapping[str, Any], *keys: str) -> float | None:
-    """The number under nested keys; None where there is none."""
-    value: Any = values
-    for key in keys:
-        value = mapping(value).get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
-        return None
-    return value
-
-
-def percentiles(part: Any, scale: float, kind: str = "percentiles") -> dict[str, float]:
-    """Minimum, mean, maximum and percentiles of a distribution, divided by ``scale``."""
-    part = mapping(part)
-    found = {name: number(part, own) for name, own in (("min", "min"), ("mean", "avg"), ("max", "max"))}
-    for percent in PERCENTILES:
-        value = number(part, kind, percent)
-        found[f"p{percent}"] = number(part, kind, f"{percent}.0") if value is None else value
-    return {name: value / scale for name, value in found.items() if value is not None}
-
-
-def window_seconds(values: Mapping[str, Any]) -> float | None:
-    """The time that rates are divided by: LoadGen's window, to the end of the last issued sample, or the run."""
-    window = number(values, "legacy_loadgen_window_duration_ns")
-    window = number(values, "duration_ns") if window is None else window
-    return window / 1e9 if window else None
-
-
 def _settings(tree: Tree, folder: str) -> tuple[Mapping[str, Any], str | None]:
     path = next((path for name in CONFIGURATIONS if (path := below(folder, name)) in tree.files), None)
     if path is None:
@@ -157,39 +143,43 @@ def _settings(tree: Tree, folder: str) -> tuple[Mapping[str, Any], str | None]:
     return mapping(mapping(structured(path, text)).get("settings")), display(path)
 
 
-def _figures(values: Mapping[str, Any], settings: Mapping[str, Any]) -> RunFigures:
-    pattern = mapping(mapping(values.get("run_config")).get("load_pattern")).get("type")
-    issued, duration_ns = number(values, "n_samples_issued"), number(values, "duration_ns")
-    failed, tokens = number(values, "n_samples_failed"), number(values, "output_sequence_lengths", "total")
-    duration_ms = number(settings, "runtime", "min_duration_ms")
+def tool_results_in(tree: Tree) -> tuple[list[ToolResult], list[tuple[str, Damage]]]:
+    """Every result of a load tool below the folder, in natural order, and what is wrong with their files."""
+    tools = {path: tool for path in tree.files if path.endswith(".json") and (tool := _tool(tree, path)) is not None}
+    documents, damages = json_documents(tree, tools)
+    found = []
+    for path, document in documents.items():
+        several = list(tool_figures(tools[path], document.values))
+        for at, stated in enumerate(several, 1):
+            name = path if len(several) == 1 else f"{path} {at}"
+            files = run_files(tree, path.rpartition("/")[0], {"detail": path})
+            run = run_of(files, _run_figures(stated), accuracy_records=None, source_lines=document.source_lines)
+            found.append(ToolResult(replace(run, path=name, node=name), tools[path], stated))
+    return found, damages
+
+
+def _tool(tree: Tree, path: str) -> str | None:
+    if tree.files[path] > MOST_TOOL_BYTES:
+        return None
+    try:
+        with open_regular(tree.path(path)) as file:
+            return tool_of(file.read(HEAD_BYTES))
+    except OSError:
+        return None  # the walk reports what cannot be read
+
+
+def _run_figures(stated: ToolFigures) -> RunFigures:
+    done, failed, tokens, spread = stated.completed, stated.failed, stated.output_tokens, stated.distributions
     return RunFigures(
-        scenario=SCENARIOS.get(pattern) if isinstance(pattern, str) else None,
         mode="PerformanceOnly",
-        round=_round(values),
-        output_tokens_per_second=number(values, "tps"),
-        samples_per_second=number(values, "qps"),
-        tokens_per_sample=number(values, "output_sequence_lengths", "avg"),
+        output_tokens_per_second=stated.output_rate,
+        samples_per_second=stated.request_rate,
+        tokens_per_sample=tokens / done if tokens is not None and done else None,
         output_tokens=tokens,
-        samples_issued=None if issued is None else int(issued),
-        target_qps=number(values, "run_config", "load_pattern", "target_qps"),
-        min_duration_seconds=None if duration_ms is None else duration_ms / 1e3,
-        duration_seconds=None if duration_ns is None else duration_ns / 1e9,
-        latency_seconds=percentiles(values.get("latency"), 1e9),
-        ttft_seconds=percentiles(values.get("ttft"), 1e9),
-        tpot_seconds=percentiles(values.get("tpot"), 1e9),
+        samples_issued=None if done is None or failed is None else int(done + failed),
+        duration_seconds=stated.seconds,
+        latency_seconds=spread.get("latency", {}),
+        ttft_seconds=spread.get("ttft", {}),
+        tpot_seconds=spread.get("tpot", {}),
         errors=None if failed is None else int(failed),
     )
-
-
-def _round(values: Mapping[str, Any]) -> str | None:
-    """The round that published the two seeds that a result states."""
-    mine = tuple(mapping(values.get("run_config")).get(name) for name in SEEDS)
-    return next((name for name, seeds in round_seeds().items() if seeds[1:] == mine), None)
-
-
-def accuracy_scores(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The scored data sets of an accuracy_results.json."""
-    scores = values.get("accuracy_scores")
-    for score in scores if isinstance(scores, list) else ():
-        if isinstance(score, dict) and score.get("dataset_type") in (None, "accuracy"):
-            yield score

@@ -6,6 +6,7 @@ Layouts: submission_structure.md and the paths in constants.py of mlcommons/infe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatoken.errors import UsageError
 from megatoken.mlperf.rounds import known_round
@@ -15,8 +16,7 @@ TO_FILL = "TO FILL"  # `build` writes it for unknown values; `check` refuses it
 IMPLEMENTATION = "megatoken"
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """The system, benchmark and scenario of a result, as folder names."""
 
     system: str

@@ -1,8 +1,7 @@
-"""Results of load tools as evidence: the JSON of vLLM's ``bench serve``, of guidellm and of AIPerf.
+"""Results of load tools in one form: the JSON of vLLM's ``bench serve``, of guidellm and of AIPerf.
 
-Each is read into one form in seconds and tokens, so that the checks know no tool. ``data/load_tools.yaml`` says where a
-tool writes what; here is what a tool says in another way than by a number. A file of guidellm holds one result for each
-of its benchmarks.
+``data/load_tools.yaml`` says where a tool writes what; here is what a tool says in another way than by a number. A file
+of guidellm holds one result for each of its benchmarks.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -19,17 +18,9 @@ from typing import Any
 import numpy as np
 
 from megatoken.analysis.series import Floats
-from megatoken.audit.discovery import Tree, run_files
-from megatoken.audit.documents import json_documents
-from megatoken.audit.endpoints import number
-from megatoken.audit.evidence import Run, Where
-from megatoken.audit.view import run_of
-from megatoken.files import Damage, mapping, open_regular
-from megatoken.mlperf.run_figures import RunFigures
+from megatoken.files import mapping, number_at
 from megatoken.yaml_files import load_yaml
 
-HEAD_BYTES = 1 << 16
-MOST_BYTES = 256 << 20
 PERCENTILES = ("50", "90", "95", "99", "99.9")
 
 
@@ -52,16 +43,13 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolResult:
-    """What one result states; None for what it does not.
+class ToolFigures:
+    """What one result states, in seconds and tokens; None for what it does not.
 
-    ``distributions`` have minimum, mean, maximum and percentiles of latency, TTFT, TPOT and ITL, in seconds, under the
-    names of ``RunFigures``. ``sums`` are those of all requests. ``most_in_flight`` is the concurrency that was asked
-    for.
+    ``distributions`` have minimum, mean, maximum and percentiles of latency, TTFT, TPOT and ITL, in seconds. ``sums``
+    are those of all requests. ``most_in_flight`` is the concurrency that was asked for.
     """
 
-    run: Run
-    tool: str
     seconds: float | None = None
     completed: float | None = None
     failed: float | None = None
@@ -76,36 +64,27 @@ class ToolResult:
     sums: Mapping[str, float] = field(default_factory=dict)
     rows: Rows | None = None
 
-    def at(self, *keys: str) -> tuple[Where, ...]:
-        """The lines of ``keys`` in the file; else the file."""
-        places = [self.run.where(key) for key in keys if key in self.run.source_lines]
-        return tuple(dict.fromkeys(places)) or (self.run.where(),)
 
-
-def tool_results_in(tree: Tree) -> tuple[list[ToolResult], list[tuple[str, Damage]]]:
-    """Every result of a load tool below the folder, in natural order, and what is wrong with their files."""
-    tools = {path: tool for path in tree.files if path.endswith(".json") and (tool := _tool(tree, path)) is not None}
-    documents, damages = json_documents(tree, tools)
-    found = []
-    for path, document in documents.items():
-        parts = list(_parts(tools[path], document.values))
-        for at, part in enumerate(parts, 1):
-            name = path if len(parts) == 1 else f"{path} {at}"
-            files = run_files(tree, path.rpartition("/")[0], {"detail": path})
-            run = run_of(files, _figures(part), accuracy_records=None, source_lines=document.source_lines)
-            found.append(ToolResult(replace(run, path=name, node=name), tools[path], **part))
-    return found, damages
-
-
-def _tool(tree: Tree, path: str) -> str | None:
-    if tree.files[path] > MOST_BYTES:
-        return None
-    try:
-        with open_regular(tree.path(path)) as file:
-            head = file.read(HEAD_BYTES)
-    except OSError:
-        return None  # the walk reports what cannot be read
+def tool_of(head: bytes) -> str | None:
+    """The tool that wrote a file with this beginning; None if it is none of those known."""
     return next((tool for tool, of in _tools().items() if all(mark.encode() in head for mark in of["marks"])), None)
+
+
+def tool_figures(tool: str, values: Mapping[str, Any]) -> Iterator[ToolFigures]:
+    """Each result in a file of that tool."""
+    known, more = _tools()[tool], {"vLLM bench serve": _vllm, "AIPerf": _aiperf, "guidellm": _guidellm}[tool]
+    results = values.get(known["results"]) if "results" in known else [values]
+    for result in map(mapping, results if isinstance(results, list) else ()):
+        part: dict[str, Any] = {"distributions": {}, "sums": {}}
+        for name, places in known["figures"].items():
+            found = (number_at(result, *place.split("/")) for place in places)
+            part[name] = next((value for value in found if value is not None), None)
+        for measure, of in known["distributions"].items():
+            figures = _seconds(result, **of)
+            if (total := figures.pop("sum", None)) is not None:
+                part["sums"][measure] = total
+            part["distributions"][measure] = figures
+        yield ToolFigures(**(part | more(result)))
 
 
 @cache
@@ -115,46 +94,14 @@ def _tools() -> dict[str, dict[str, Any]]:
     return tools
 
 
-def _parts(tool: str, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The fields of each result in a file, as ``ToolResult`` has them."""
-    known, more = _tools()[tool], {"vLLM bench serve": _vllm, "AIPerf": _aiperf, "guidellm": _guidellm}[tool]
-    results = values.get(known["results"]) if "results" in known else [values]
-    for result in map(mapping, results if isinstance(results, list) else ()):
-        part: dict[str, Any] = {"distributions": {}, "sums": {}}
-        for name, places in known["figures"].items():
-            found = (number(result, *place.split("/")) for place in places)
-            part[name] = next((value for value in found if value is not None), None)
-        for measure, of in known["distributions"].items():
-            figures = _seconds(result, **of)
-            if (total := figures.pop("sum", None)) is not None:
-                part["sums"][measure] = total
-            part["distributions"][measure] = figures
-        yield part | more(result)
-
-
 def _seconds(
     result: Mapping[str, Any], *, per_second: float, percentile: str, at: str = "", **places: str
 ) -> dict[str, float]:
     """The figures of a distribution that are there."""
     places = {f"p{percent}": percentile.format(percent) for percent in PERCENTILES} | places
     keys = {name: f"{at}/{place}".strip("/").split("/") for name, place in places.items()}
-    known = {name: number(result, *path) for name, path in keys.items()}
+    known = {name: number_at(result, *path) for name, path in keys.items()}
     return {name: value / per_second for name, value in known.items() if value is not None}
-
-
-def _figures(part: Mapping[str, Any]) -> RunFigures:
-    done, failed, tokens = (part.get(name) for name in ("completed", "failed", "output_tokens"))
-    return RunFigures(
-        mode="PerformanceOnly",
-        output_tokens_per_second=part["output_rate"],
-        samples_per_second=part["request_rate"],
-        tokens_per_sample=tokens / done if tokens is not None and done else None,
-        output_tokens=tokens,
-        samples_issued=None if done is None or failed is None else int(done + failed),
-        duration_seconds=part["seconds"],
-        **{f"{measure}_seconds": part["distributions"].get(measure, {}) for measure in ("latency", "ttft", "tpot")},
-        errors=None if failed is None else int(failed),
-    )
 
 
 def _vllm(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,10 +121,10 @@ def _vllm(values: Mapping[str, Any]) -> dict[str, Any]:
 def _aiperf(values: Mapping[str, Any]) -> dict[str, Any]:
     """Its rates are over the time from start to end, while ``benchmark_duration`` begins with the first request."""
     errors, phases = values.get("error_summary"), mapping(values.get("input_config")).get("phases")
-    asked = [number(mapping(phase), "concurrency") for phase in phases] if isinstance(phases, list) else []
+    asked = [number_at(mapping(phase), "concurrency") for phase in phases] if isinstance(phases, list) else []
     found: dict[str, Any] = {"most_in_flight": max((value for value in asked if value is not None), default=None)}
     if isinstance(errors, list):
-        found["failed"] = sum(int(number(mapping(error), "count") or 0) for error in errors)
+        found["failed"] = sum(int(number_at(mapping(error), "count") or 0) for error in errors)
     if isinstance(cancelled := values.get("was_cancelled"), bool):
         found["ended"] = not cancelled
     with suppress(KeyError, TypeError, ValueError):
@@ -187,5 +134,5 @@ def _aiperf(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _guidellm(values: Mapping[str, Any]) -> dict[str, Any]:
-    lost = [number(values, "metrics", "request_totals", name) for name in ("errored", "incomplete")]
+    lost = [number_at(values, "metrics", "request_totals", name) for name in ("errored", "incomplete")]
     return {"failed": None if None in lost else sum(one or 0.0 for one in lost)}
