@@ -30,9 +30,6 @@ from megatoken.errors import ExitCode, StorageError
 if TYPE_CHECKING:
     from megatoken.config import RunConfig
     from megatoken.harness.command import Check, Test
-    from megatoken.harness.prepare import Prepared
-    from megatoken.harness.progress import Progress
-    from megatoken.targets import Target
 
 
 RunCommand = key_command(
@@ -64,16 +61,11 @@ def run(
 ) -> int:
     """Measure how fast this machine, or a server, serves a model. Uses MLPerf LoadGen; writes a run folder."""
     from megatoken.config import load_run_config
+    from megatoken.harness.run import run_prepared
 
     config = load_run_config(config_file, ctx.meta[FLAGS], rack, slo)
 
-    def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
-        from megatoken.harness.run import run_scenario
-
-        facts, tokenizer = prepared.facts(), prepared.tokenizer
-        return run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
-
-    return measure_and_show(config, test, dry_run=dry_run, json_only=json_only)
+    return measure_and_show(config, run_prepared, dry_run=dry_run, json_only=json_only)
 
 
 def measure_and_show(

@@ -18,11 +18,10 @@ from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.command import measure
 from megatoken.harness.prepare import Prepared, resolve
 from megatoken.harness.progress import Progress
-from megatoken.harness.run import run_scenario
+from megatoken.harness.run import run_prepared
 from megatoken.mlperf.rounds import DEFAULT_ROUND, round_seeds
 from megatoken.runs.plan_hash import plan_differences, plan_hash, plan_of, plan_of_run
 from megatoken.runs.run import CONFIG, Run, read_run
-from megatoken.targets import Target
 
 SPANS = 10  # of the rated time, whose rates give an interval
 SCENARIOS = ("offline", "server", "interactive", "singlestream")
@@ -39,7 +38,7 @@ def check_plan(path: Path, progress: Progress) -> dict[str, Any]:
         UsageError: it is no run folder of ``megatoken run``, or what it used cannot be used here.
     """
     run, config = _read(path)
-    prepared, _ = measure(config, _unused, progress, dry_run=True)
+    prepared, _ = measure(config, run_prepared, progress, dry_run=True)
     return _document(run, plan_of_run(run), _plan_now(prepared), None)
 
 
@@ -52,18 +51,10 @@ def rerun(path: Path, progress: Progress, out: Path | None = None) -> tuple[dict
     run, config = _read(path)
     config = config.model_copy(update={"out": out or path.absolute().parent})
 
-    def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
-        facts, tokenizer = prepared.facts(), prepared.tokenizer
-        return run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
-
-    _, folder = measure(config, test, progress)
+    _, folder = measure(config, run_prepared, progress)
     assert folder is not None  # not a dry run
     again = read_run(folder)
     return _document(run, plan_of_run(run), plan_of_run(again), again), folder
-
-
-def _unused(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
-    raise AssertionError("a dry run runs nothing")
 
 
 def _read(path: Path) -> tuple[Run, RunConfig]:

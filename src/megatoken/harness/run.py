@@ -14,6 +14,7 @@ from megatoken.datasets.requests import Dataset
 from megatoken.files import to_json, write_text
 from megatoken.harness.find_rate import find_rate
 from megatoken.harness.loadgen import TestSettings
+from megatoken.harness.prepare import Prepared
 from megatoken.harness.progress import Progress
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
@@ -21,6 +22,12 @@ from megatoken.harness.text_stages import Codec
 from megatoken.runs.run import Run, read_run
 from megatoken.runs.writer import run_name
 from megatoken.targets import Target
+
+
+def run_prepared(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
+    """The test of ``megatoken run``, as ``run_scenario``, on what ``prepare`` has checked."""
+    data_set, facts = prepared.data_set, prepared.facts()
+    return run_scenario(config, data_set, target, facts, progress, prepared.tokenizer, prepared.gate)
 
 
 def run_scenario(
