@@ -82,7 +82,7 @@ def read_run(path: Path) -> Run:
         raise UsageError(f"{path}: no such folder; give a run folder, such as runs/20261120T091233Z-offline-tiny")
     readers: dict[str, Callable[[Path], Any]] = {
         RESULT: lambda file: _checked_result(json.loads(file.read_bytes())),
-        CONFIG: lambda file: upgrade_config(_mapping(yaml.safe_load(file.read_bytes()))),
+        CONFIG: lambda file: upgrade_config(_mapping(_load_yaml(file.read_bytes()))),
         ENVIRONMENT: lambda file: _checked_environment(json.loads(file.read_bytes())),
         REQUESTS: lambda file: read_parquet(file, SampleRow),
         SERIES: lambda file: read_parquet(file, SeriesRow),
@@ -113,6 +113,14 @@ def read_run(path: Path) -> Run:
         requests=contents[REQUESTS],
         series=contents[SERIES],
     )
+
+
+def _load_yaml(data: bytes) -> Any:
+    """By the compiled loader, which takes a tenth of the time; the other one says better where an error is."""
+    try:
+        return yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        return yaml.safe_load(data)
 
 
 def _one_line(error: Exception) -> str:
