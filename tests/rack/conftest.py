@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rack_drivers import LENGTHS, Driver, RayNodes, environment, ray_nodes
+
+from forks import Process
 
 pytest.importorskip("ray", reason="the rack's tests need Ray: pip install -e '.[rack]'")
 
@@ -28,20 +28,13 @@ def drive(cluster: RayNodes, tmp_path: Path) -> Iterator[Any]:
     lengths.write_text(LENGTHS)
 
     def start(*flags: str, out: str = "runs") -> Driver:
-        command = [sys.executable, "-m", "megatoken", "run", "--rack", cluster.address]
+        command = ["-m", "megatoken", "run", "--rack", cluster.address]
         command += ["--lengths", str(lengths), "--warm-up", "0.5", "--out", str(tmp_path / out), "--json"]
-        process = subprocess.Popen(
-            [*command, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(cluster.folder),
-        )
+        process = Process([*command, *flags], environment(cluster.folder), None)
         started.append(process)
         return Driver(process, tmp_path / out)
 
     yield start
     for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        process.kill()
+        process.close()

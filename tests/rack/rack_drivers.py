@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 import megatoken
+from forks import Process
 from megatoken.runs.run import Run, read_run
 
 SOURCES = Path(megatoken.__file__).parents[1]
@@ -81,7 +82,7 @@ def environment(folder: Path) -> dict[str, str]:
 class Driver:
     """``megatoken run --rack`` on its way."""
 
-    process: subprocess.Popen[str]
+    process: Process
     out: Path
 
     def folder(self) -> Path:
