@@ -18,8 +18,9 @@ def test_a_busy_machine_is() -> None:
     assert (note["code"], note["share"]) == ("CORE_WAIT", 0.051)  # type: ignore[typeddict-item]
 
 
-def test_threads_of_a_racks_engines_are_not_the_drivers_affair() -> None:
-    (note,) = core_wait_notes(0.051, {"rack_nodes": []})
+@pytest.mark.parametrize("key", ["rack_nodes", "servers"])
+def test_threads_of_a_racks_engines_and_of_servers_are_not_the_drivers_affair(key: str) -> None:
+    (note,) = core_wait_notes(0.051, {key: []})
     assert note["code"] == "DRIVER_CORE_WAIT"
     assert "threads" not in note["message"]
 

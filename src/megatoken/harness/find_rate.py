@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from megatoken.analysis.machine import utc_text
 from megatoken.errors import UsageError
@@ -22,7 +21,7 @@ from megatoken.harness.rate_finder import (
 )
 from megatoken.harness.rate_search import Try
 from megatoken.harness.recording import interrupted_by_errors
-from megatoken.harness.result import core_wait_facts
+from megatoken.harness.result import end_notes
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.runs.reasons import reason
@@ -69,7 +68,7 @@ def find_rate(session: TestSession, first_rate: float) -> Path:
 
             finder = RateFinder(goal, first_rate, prober.measure, note)
             confirmed = None if stop.received else finder.run()
-            _finish(folder, finder, confirmed, stop, core_wait_facts(prober.core_wait_share, folder.facts))
+            _finish(folder, finder, confirmed, stop, prober.core_wait_share)
     return folder.path
 
 
@@ -89,13 +88,14 @@ def _estimate(rate: float, samples: int, seconds: float, probe_seconds: float | 
 
 
 def _finish(
-    folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: StopSignals, waited: dict[str, Any]
+    folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: StopSignals, core_wait_share: float | None
 ) -> None:
     facts = {"rate_search": finder.facts()}
     if confirmed is not None:
         folder.finish_as(folder.path / confirmed, facts)
         return
-    folder.add_facts({**facts, **waited})
+    folder.add_facts({**facts, "core_wait_share": core_wait_share})
+    folder.add_facts({"notes": end_notes(folder.facts)})
     if stop.received:
         folder.interrupt(reason("INTERRUPTED", signal=stop.received, probes=len(finder.probes)))
         return

@@ -167,20 +167,19 @@ def lost_endpoints(facts: Mapping[str, Any]) -> list[Reason]:
     ]
 
 
-def failure_notes(facts: Mapping[str, Any]) -> list[Reason]:
+def _failure_notes(facts: Mapping[str, Any]) -> list[Reason]:
     """Why samples of a run against servers failed: when it began, what each said, and how a started server ended."""
     failed = (facts.get("endpoints") or {}).get("failed")
     if not failed:
         return []
+    code = "REQUESTS_FAILED" if failed.get("answered") and failed["server"] is None else "SERVER_FAILED"
     said = [f"{one['samples']:,} x {one['message']}" for one in failed["messages"]]
     server, ended = failed["server"], {}
     if server is not None:
         status = server["exit_status"]
         how = f"was ended by {_signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
         ended = {"how": how, "last_lines": server["last_lines"], "log": server["log"]}
-    return [
-        reason("SERVER_FAILED", at_seconds=failed["at_seconds"], answers=failed["answers_before"], said=said, **ended)
-    ]
+    return [reason(code, at_seconds=failed["at_seconds"], answers=failed["answers_before"], said=said, **ended)]
 
 
 def _signal_name(number: int) -> str:
@@ -289,9 +288,9 @@ def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[Reaso
     if share is None or share <= CORE_WAIT_SHARE:
         return []
     # Neither the replicas of a rack nor a server are part of this process.
-    return [reason("DRIVER_CORE_WAIT" if "rack_nodes" in facts or "client" in facts else "CORE_WAIT", share=share)]
+    return [reason("DRIVER_CORE_WAIT" if "rack_nodes" in facts or "servers" in facts else "CORE_WAIT", share=share)]
 
 
-def core_wait_facts(share: float | None, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """That share as a field of ``result.json``, and the notes of ``facts`` with the one on it."""
-    return {"core_wait_share": share, "notes": [*facts["notes"], *core_wait_notes(share, facts)]}
+def end_notes(facts: Mapping[str, Any]) -> list[Reason]:
+    """The notes of ``facts``, with those that are known when a run ends: on waits for a core, and on failures."""
+    return [*facts["notes"], *core_wait_notes(facts.get("core_wait_share"), facts), *_failure_notes(facts)]

@@ -29,7 +29,7 @@ from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.harness.qualification import prediction_facts
 from megatoken.harness.recording import interrupted_by_errors, record
-from megatoken.harness.result import asked_facts, concluded, core_wait_facts, failure_notes
+from megatoken.harness.result import asked_facts, concluded, end_notes
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.sizing import estimate_latency, estimate_rate
 from megatoken.harness.stop import Stop, StopSignals
@@ -155,8 +155,7 @@ class TestSession:
                 if not stop.received and saturation is None:
                     self._conclude(config, folder, measurement, test.finish())
                     return None
-                waited = core_wait_facts(measurement.core_wait.share(), folder.facts)
-                folder.add_facts({"peak_memory_bytes": peak_memory_bytes(), **waited})
+                folder.add_facts({"peak_memory_bytes": peak_memory_bytes(), "notes": end_notes(folder.facts)})
                 if saturation is not None:
                     folder.interrupt(saturation.reason)
                 else:
@@ -178,14 +177,13 @@ class TestSession:
     def _conclude(self, config: RunConfig, folder: RunFolder, measurement: Measurement, log: DetailLog) -> None:
         requests, _ = folder.end_recording()
         findings = self.target.findings(measurement.start_ns) if isinstance(self.target, RemoteTarget) else []
-        outcome = self.target.outcome(measurement.start_ns)
-        waited = core_wait_facts(measurement.core_wait.share(), folder.facts)
+        folder.add_facts(
+            {"core_wait_share": measurement.core_wait.share(), **self.target.outcome(measurement.start_ns)}
+        )
         folder.add_facts(
             {
-                **waited,
-                "notes": [*waited["notes"], *findings, *failure_notes(outcome)],
+                "notes": [*end_notes(folder.facts), *findings],
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
-                **outcome,
                 **({"output_characters": self.text.characters} if self.text else {}),
             }
         )

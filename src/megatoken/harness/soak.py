@@ -35,7 +35,7 @@ from megatoken.harness.measurement import Measurement
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.progress import Progress
 from megatoken.harness.recording import interrupted_by_errors, record
-from megatoken.harness.result import concluded_soak, core_wait_notes
+from megatoken.harness.result import concluded_soak, end_notes
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import Stop, StopSignals
 from megatoken.harness.sweep.loads import passes
@@ -326,8 +326,8 @@ def _run(
 
 def _conclude(folder: RunFolder, outcome: Mapping[str, Any]) -> None:
     requests, series = folder.end_recording()
-    core_wait = core_wait_notes(folder.facts.get("core_wait_share"), folder.facts)
-    folder.add_facts({**outcome, "notes": [*folder.facts["notes"], *core_wait]})
+    folder.add_facts(outcome)
+    folder.add_facts({"notes": end_notes(folder.facts)})
     result = concluded_soak(folder.facts, folder.environment, requests, series)
     folder.finish({**result, "ended_at": utc_text(datetime.now(UTC))})
 

@@ -34,7 +34,7 @@ MEANING = {
 }
 
 
-CAUSES = ("SERVER_FAILED",)
+CAUSES = ("SERVER_FAILED", "REQUESTS_FAILED")
 SHORTFALLS = {
     "FAILED_SAMPLES": "samples failed",
     "ACCURACY": "the answers are not accurate enough",

@@ -23,7 +23,7 @@ from megatoken.harness.loadgen_plan import run_limits
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.prepare import NO_DATA_SET, Prepared
 from megatoken.harness.progress import Progress
-from megatoken.harness.result import concluded_point, core_wait_notes, failure_notes, run_notes
+from megatoken.harness.result import concluded_point, end_notes, run_notes
 from megatoken.harness.sizing import estimate_rate
 from megatoken.harness.stop import StopSignals
 from megatoken.harness.sweep.neighbour import neighbour
@@ -197,6 +197,7 @@ class _Sweep:
         measurement.note_state()
         facts = {**folder.facts["load"], "window_seconds": load.window_seconds(measurement.start_ns)}
         folder.add_facts({"load": {**facts, "ended_by": load.ended_by}})
+        folder.add_facts({"notes": end_notes(folder.facts)})
         if self.stop.received:
             folder.interrupt(
                 reason("INTERRUPTED", signal=self.stop.received, ended=measurement.ended, issued=load.issued)
@@ -205,9 +206,6 @@ class _Sweep:
         requests, _ = folder.end_recording()
         if answers is not None:
             answers.close()
-        waited = core_wait_notes(folder.facts.get("core_wait_share"), folder.facts)
-        outcome = self.target.outcome(measurement.start_ns)
-        folder.add_facts({**outcome, "notes": [*folder.facts["notes"], *waited, *failure_notes(outcome)]})
         concluded = concluded_point(folder.facts, requests)
         if isinstance(self.plan, RuledPlan):
             write_result_files(folder.mlperf_directory, self.plan, value, concluded["ruled"], requests, self.config)

@@ -34,16 +34,18 @@ class Failures:
         self._answers, self._first_ns = 0, 0
         self._answers_before = 0
         self._messages: Counter[str] = Counter()
+        self._answered = True
 
     def answered(self) -> None:
         """Counts a whole answer."""
         self._answers += 1
 
-    def failed(self, message: str) -> None:
-        """Counts a sample that gets no answer."""
+    def failed(self, message: str, *, answered: bool) -> None:
+        """Counts a sample that gets no answer, or, if ``answered``, one that says no or cannot be read."""
         if not self._messages:
             self._first_ns, self._answers_before = time.monotonic_ns(), self._answers
         self._messages[message] += 1
+        self._answered &= answered
 
     def to_document(self, since_ns: int) -> dict[str, Any] | None:
         """All of it for ``result.json``, times from ``since_ns`` on; None if nothing failed."""
@@ -53,6 +55,7 @@ class Failures:
         return {
             "at_seconds": (self._first_ns - since_ns) / 1e9,
             "answers_before": self._answers_before,
+            "answered": self._answered,
             "messages": [
                 {"message": message, "samples": count} for message, count in self._messages.most_common(MOST_MESSAGES)
             ],

@@ -392,10 +392,10 @@ class EndpointTarget:
         elif others and failed.cause == "timeout" and self._silent(end):
             self._lose(end, f"silent for {self._settings.timeout_seconds:g} s", events)
         if not (others and failed.cause in ("connect", "gone", "interrupted") and self._move(end, sample)):
-            events.append(self._failure(end, sample, failed.message))
+            events.append(self._failure(end, sample, failed.message, answered=failed.cause == "answer"))
 
-    def _failure(self, end: _Endpoint, sample: _Sample, message: str) -> SampleEvent:
-        self._failures.failed(message)
+    def _failure(self, end: _Endpoint, sample: _Sample, message: str, *, answered: bool) -> SampleEvent:
+        self._failures.failed(message, answered=answered)
         return SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), node=end.name, error=message)
 
     def _silent(self, end: _Endpoint) -> bool:
@@ -413,7 +413,7 @@ class EndpointTarget:
             self._release(ticket, sample)
             self._workers[sample.worker].send(wire.CANCEL, [ticket])
             if not self._move(end, sample):
-                events.append(self._failure(end, sample, f"{end.name}: {cause}"))
+                events.append(self._failure(end, sample, f"{end.name}: {cause}", answered=False))
 
     def _move(self, end: _Endpoint, sample: _Sample) -> bool:
         """Queues a sample for another endpoint, unless it was moved before."""
