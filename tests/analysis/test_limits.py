@@ -175,6 +175,13 @@ def test_a_run_that_does_not_stand_is_named_before_the_limits_that_it_keeps(tmp_
     assert json.loads(out)["limits"][0]["answer"] == "RUN DOES NOT STAND"
 
 
+def test_several_runs_that_do_not_stand_are_all_said_to_prove_nothing(tmp_path):
+    runs = [server_run(tmp_path / verdict, [0.5] * 700, verdict=verdict) for verdict in ("INVALID", "INTERRUPTED")]
+    _, out, _ = call_here("check", *(run.path for run in runs), "--limits.samples_per_second", 0.1)
+    named = "; ".join(f"{run.path.name} is {run.verdict}" for run in runs)
+    assert f"{named}: their numbers prove nothing, whatever the limits say" in " ".join(out.split())
+
+
 def test_a_damaged_run_folder_is_named_in_its_place_and_the_others_are_judged(tmp_path):
     for name in ("a", "b", "c"):
         server_run(tmp_path / "runs" / name, [0.5] * 700)

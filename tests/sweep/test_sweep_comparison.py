@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from megatoken.analysis.sweep import COMPARED, SHOWN, compare_sweeps
+import pytest
+
+from megatoken.analysis.sweep import COMPARED, RATIOS, SHOWN, compare_sweeps
+from megatoken.errors import UsageError
 
 
 def sweep(name: str, **changed: Any) -> dict[str, Any]:
@@ -23,3 +26,24 @@ def test_each_setting_that_differs_is_named_and_unknown_ones_are_not_stated():
     assert compare_sweeps([sweep("a"), sweep("b")])["notes"] == []
     same_name = compare_sweeps([sweep("a"), sweep("a", model="small")])["notes"]
     assert same_name == ["not like for like: model differs (a (1): tiny; a (2): small)"]
+
+
+def staged(name: str, of: str, *stages: tuple[float, float, float]) -> dict[str, Any]:
+    """The document of a sweep of stages, whose every figure is 2."""
+    each = [dict(zip(("first", "last", "seconds"), stage, strict=True)) for stage in stages]
+    figures = {key: {"p50": 2.0, "p99": 2.0} if percentile else 2.0 for key, percentile in RATIOS.values()}
+    points = [{"value": float(number), "stage": stage, **figures} for number, stage in enumerate(each, 1)]
+    return sweep(name, load_kind="stages", of=of, stages=each, points=points)
+
+
+def test_stages_that_differ_are_named_as_they_are_given_and_have_no_ratio():
+    document = compare_sweeps(
+        [staged("a", "rate", (4, 4, 20), (4, 64, 60)), staged("b", "rate", (4, 4, 20), (4, 8, 60))]
+    )
+    assert document["notes"] == ["not like for like: stages differ (a: 4@20,4-64@60; b: 4@20,4-8@60)"]
+    assert [(row["value"], row["output"]) for row in document["ratios"]] == [(1.0, 1.0)]
+
+
+def test_stages_of_rates_are_not_compared_with_stages_of_requests_at_once():
+    with pytest.raises(UsageError, match="b: a sweep by stages of concurrency, and a is one by stages of rate"):
+        compare_sweeps([staged("a", "rate", (4, 4, 20)), staged("b", "concurrency", (4, 4, 20))])

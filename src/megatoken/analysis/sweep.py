@@ -128,12 +128,20 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     first = documents[0]
     for other in documents[1:]:
-        if other["load_kind"] != first["load_kind"]:
+        kind, wanted = _kind(other), _kind(first)
+        if kind != wanted:
             raise UsageError(
-                f"{other['name']}: a sweep by {other['load_kind']}, and {first['name']} is one by"
-                f" {first['load_kind']}; compare sweeps of one kind"
+                f"{other['name']}: a sweep by {kind}, and {first['name']} is one by {wanted};"
+                " compare sweeps of one kind"
             )
-    settings = [{**{key: document[key] for key in COMPARED}, **document["load"]} for document in documents]
+    settings = [
+        {
+            **{key: document[key] for key in COMPARED},
+            **document["load"],
+            "stages": _as_given(document["load"]["stages"]),
+        }
+        for document in documents
+    ]
     labels = _labels(documents)
     differing = {
         key: {label: known.get(key) for label, known in zip(labels, settings, strict=True)}
@@ -145,11 +153,26 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         title="Comparison of sweeps",
         inputs=[name for document in documents for name in document["inputs"]],
         notes=[
-            f"not like for like: {key.replace('_', ' ')} differs ({_each(values)})" for key, values in differing.items()
+            f"not like for like: {key.replace('_', ' ')} {'differ' if key == 'stages' else 'differs'} ({_each(values)})"
+            for key, values in differing.items()
         ],
         sweeps=[{key: document[key] for key in SHOWN} for document in documents],
         ratios=_ratios(documents),
     )
+
+
+def _kind(document: Mapping[str, Any]) -> str:
+    """What a sweep changes from load to load; of stages also what they are of."""
+    of = document["load"]["of"]
+    return str(document["load_kind"]) if of is None else f"{document['load_kind']} of {of}"
+
+
+def _as_given(stages: Sequence[Mapping[str, float]] | None) -> str | None:
+    """Stages as ``--concurrency`` and ``--rates`` take them."""
+    if stages is None:
+        return None
+    loads = [f"{one['first']:g}" + (f"-{one['last']:g}" if one["last"] != one["first"] else "") for one in stages]
+    return ",".join(f"{load}@{one['seconds']:g}" for load, one in zip(loads, stages, strict=True))
 
 
 def _labels(documents: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -163,13 +186,18 @@ def _each(values: Mapping[str, Any]) -> str:
 
 
 def _ratios(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """At every load that all have: output of each sweep over that of the first, and its latencies over the first's."""
-    all_loads = [by_load(document["points"]) for document in documents]
+    """At every load that all have: output of each sweep over that of the first, and its latencies over the first's.
+
+    Stages are numbered, so that equal numbers are equal loads only where the stages are equal too.
+    """
+    all_loads, labels = [by_load(document["points"]) for document in documents], _labels(documents)
     rows = []
     for value in sorted(set.intersection(*map(set, all_loads))):
         base, *others = (loads[value] for loads in all_loads)
-        for document, group in zip(documents[1:], others, strict=True):
-            row: dict[str, Any] = {"value": value, "of": document["name"], "to": documents[0]["name"]}
+        if any(group[0].get("stage") != base[0].get("stage") for group in others):
+            continue
+        for label, group in zip(labels[1:], others, strict=True):
+            row: dict[str, Any] = {"value": value, "of": label, "to": labels[0]}
             for name, (key, percentile) in RATIOS.items():
                 of, to = (
                     _mean(points, key) if percentile is None else _mean([point[key] for point in points], percentile)

@@ -62,7 +62,7 @@ def fallen_runs(runs: Sequence[Document]) -> str:
     if not fallen:
         return ""
     names = "; ".join(f"{run.text('run')} is {run.text('verdict')}" for run in fallen)
-    return f"{names}: its numbers prove nothing, whatever the limits say" if len(fallen) == 1 else names
+    return f"{names}: {'its' if len(fallen) == 1 else 'their'} numbers prove nothing, whatever the limits say"
 
 
 def _blocks(runs: Sequence[Document]) -> Iterator[Block]:
