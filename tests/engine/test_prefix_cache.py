@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from over_admission import expect_short_answers
@@ -16,6 +17,7 @@ from megatoken.engine.page_forecast import PageForecast, SharedPages
 from megatoken.engine.prefix_cache import PrefixCache, extend_keys
 from megatoken.engine.scheduler import Scheduler
 from megatoken.engine.step_plan import StepPlan
+from megatoken.engine.window_pages import most_window_pages
 
 
 def next_token(tokens: list[int]) -> int:
@@ -51,6 +53,7 @@ class Sharing(RuleBasedStateMachine):
         max_sequences=st.integers(2, 6),
         lookahead=st.integers(0, 1),
         hopeful=st.booleans(),
+        window=st.sampled_from([0, 1, 2, 5, 9, 30]),
     )
     def start(
         self,
@@ -60,16 +63,22 @@ class Sharing(RuleBasedStateMachine):
         max_sequences: int,
         lookahead: int,
         hopeful: bool,
+        window: int,
     ) -> None:
         self.page_size, self.num_pages, self.lookahead = page_size, num_pages, lookahead
         self.max_length = num_pages * page_size
+        max_sequences, self.window, self.window_pages = min(max_sequences, max_batched_tokens), window, 0
+        if window:
+            self.window_pages = most_window_pages(window, page_size, max_sequences, max_batched_tokens)
         self.scheduler = Scheduler(
             max_batched_tokens=max_batched_tokens,
-            max_sequences=min(max_sequences, max_batched_tokens),
+            max_sequences=max_sequences,
             page_size=page_size,
             num_pages=num_pages,
             max_length=self.max_length,
             prefix_cache=True,
+            window=window,
+            window_pages=self.window_pages,
         )
         assert self.scheduler.prefixes is not None
         self.prefixes: PrefixCache = self.scheduler.prefixes
@@ -78,6 +87,7 @@ class Sharing(RuleBasedStateMachine):
         self.all: dict[int, Sequence] = {}
         self.live: dict[int, Sequence] = {}
         self.content: dict[tuple[int, int], tuple[int, int]] = {}  # by page and offset
+        self.chains: dict[tuple[int, int], int] = {}  # the same of layers with windows, without the token
         self.writer: dict[int, int] = {}  # by held page: the request that may write to it
         self.token_table: dict[int, int] = {}
         self.in_flight: deque[list[tuple[int, int]]] = deque()
@@ -166,7 +176,14 @@ class Sharing(RuleBasedStateMachine):
                 assert (page, offset) not in self.content, "a second write"
                 chain = hash((chain, token))
                 self.content[page, offset] = (token, chain)
+                if plan.window_table is not None:
+                    self.chains[int(plan.window_table[one.slot, position // self.page_size]), offset] = chain
             one.computed += int(plan.count[i])
+        for start, one in zip(plan.start.tolist(), sequences, strict=True):
+            for position in range(max(0, start - self.window + 1), one.computed) if self.window else ():
+                place, offset = position // self.page_size, position % self.page_size
+                chain = self.chains[int(plan.window_table[one.slot, place]), offset]
+                assert chain == self.content[one.pages[place], offset][1], "another beginning in the window"
         sampled = []
         for i, (request_id, one) in enumerate(zip(request_ids, sequences, strict=True)):
             if plan.sample[i]:
@@ -231,6 +248,22 @@ class Sharing(RuleBasedStateMachine):
         assert self.scheduler.free_pages == self.num_pages - len(readers)
 
     @invariant()
+    def windows_hold_no_other_pages(self) -> None:
+        windows = self.scheduler._windows
+        if windows is None:
+            return
+        held = 1 - (2 - self.window) // self.page_size
+        slots = {one.slot for one in self.live.values() if one.slot is not None}
+        rows = {slot: windows.rows[slot, windows._first[slot] : windows._end[slot]].tolist() for slot in slots}
+        assert all(len(pages) <= held for pages in rows.values())
+        assert int((windows._end - windows._first).sum()) == sum(map(len, rows.values()))
+        readers = Counter(page for pages in rows.values() for page in pages)
+        pages = windows._pages
+        assert {page: count for page, count in enumerate(pages._readers.tolist()) if count} == readers
+        assert readers.keys().isdisjoint(pages._idle)
+        assert windows.free == self.window_pages - len(readers)
+
+    @invariant()
     def what_can_be_found_is_there(self) -> None:
         prefixes = self.prefixes
         assert {page: key for key, page in prefixes._page_of.items()} == {
@@ -241,8 +274,11 @@ class Sharing(RuleBasedStateMachine):
 
     @invariant()
     def ends_of_chains_go_first(self) -> None:
-        """Whatever is evicted next, no page that stays loses the way to it. (Failed requests take their pages out.)"""
-        if self.failures:
+        """Whatever is evicted next, no page that stays loses the way to it. (Failed requests take their pages out.
+
+        And where a window was lost, a request computes again what is in the cache, and lets that be evicted.)
+        """
+        if self.failures or self.window:
             return
         prefixes = self.prefixes
         place = {page: number for number, page in enumerate(prefixes._idle)}
@@ -268,11 +304,13 @@ def test_any_order_of_requests_steps_and_ends() -> None:
     test("runTest").runTest()
 
 
-def test_under_pressure_requests_share_find_their_own_pages_again_and_get_their_tokens() -> None:
+@pytest.mark.parametrize("window", [0, 5])
+def test_under_pressure_requests_share_find_their_own_pages_again_and_get_their_tokens(window: int) -> None:
     """The same machine with fewer pages than its requests want: every way through the cache comes up many times."""
     random = np.random.default_rng(3)
     machine = Sharing()
-    machine.start(page_size=2, num_pages=24, max_batched_tokens=12, max_sequences=6, lookahead=1, hopeful=True)
+    sizes = {"page_size": 2, "num_pages": 24, "max_batched_tokens": 12, "max_sequences": 6}
+    machine.start(**sizes, lookahead=1, hopeful=True, window=window)
     found_again = evictions = 0
     make_empty = machine.prefixes._make_empty
 
@@ -298,6 +336,7 @@ def test_under_pressure_requests_share_find_their_own_pages_again_and_get_their_
         if random.random() < 0.05:
             machine.end(int(random.integers(0, 31)), fails=False)
         machine.every_page_has_one_role()
+        machine.windows_hold_no_other_pages()
         machine.what_can_be_found_is_there()
         machine.ends_of_chains_go_first()
     machine.teardown()

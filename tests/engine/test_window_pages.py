@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from engines import SIZES, assert_idle, make_engine, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_admission import expect_short_answers
+from test_prefix_cache_engine import converse
 from transformers import PreTrainedModel
 
 from examples import examples
-from megatoken.engine import Engine, EngineConfig
+from megatoken.engine import Engine, EngineConfig, Request, memory
 from megatoken.engine.config import SHAPES
 from megatoken.engine.memory import plan_memory_of
+from megatoken.engine.prefix_cache import extend_keys
 from megatoken.engine.scheduler import Scheduler
 from megatoken.engine.step_plan import StepPlan
 from megatoken.engine.window_pages import most_window_pages
@@ -152,17 +155,68 @@ def test_preempted_requests_answer_as_alone(gpt_oss: tuple[Path, PreTrainedModel
     assert engine._scheduler._windows.free == engine.memory_plan.window_pages
 
 
-def test_other_precisions_answer_as_with_all_keys(gpt_oss: tuple[Path, PreTrainedModel]) -> None:
-    """Without pages of their own, which a prefix cache does not allow, layers with windows hold every key."""
-    directory, _ = gpt_oss
-    for precision in ("bf16", "fp8"):
-        engines = (
-            windowed_engine(directory, precision=precision),
-            make_engine(directory, **WINDOWED, precision=precision, prefix_cache=True),
-        )
-        assert engines[1].memory_plan.window_pages == 0
-        one, other = (engine.generate([request(seed, 30, 100) for seed in range(3)]) for engine in engines)
-        assert [answer.token_ids for answer in one] == [answer.token_ids for answer in other]
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_other_precisions_answer_as_with_all_keys(
+    gpt_oss: tuple[Path, PreTrainedModel], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request(seed, 30, 100) for seed in range(3)]
+    answers = [windowed_engine(gpt_oss[0], precision=precision).generate(requests)]
+    monkeypatch.setattr(memory, "_own_window", lambda model: 0)
+    engine = make_engine(gpt_oss[0], **WINDOWED, precision=precision)
+    assert engine.memory_plan.window_pages == 0
+    assert engine.generate(requests) == answers[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_conversations_find_what_they_said(gpt_oss: tuple[Path, PreTrainedModel], overlap: bool) -> None:
+    """Twelve windows of a common beginning, and answers that end in other pages."""
+    sizes = {"cache_tokens": 1600, "max_sequences": 8, "max_batched_tokens": 48, "overlap": overlap}
+    plain, sharing = (windowed_engine(gpt_oss[0], **sizes, prefix_cache=on) for on in (False, True))
+    assert converse(plain, 6, 4, 72) == converse(sharing, 6, 4, 72)
+    off, on = plain.state(), sharing.state()
+    assert on.prefix_cache_hits > 0.8 * on.prefix_cache_queries
+    assert on.processed_tokens == off.processed_tokens - on.prefix_cache_hits
+
+
+def test_pressed_conversations_get_the_same_tokens(gpt_oss: tuple[Path, PreTrainedModel]) -> None:
+    """Pages of both kinds are taken while others look for them."""
+    plain = windowed_engine(gpt_oss[0], cache_tokens=1600, max_sequences=8)
+    pressed = windowed_engine(gpt_oss[0], cache_tokens=124, max_sequences=8, prefix_cache=True, max_length=124)
+    expect_short_answers(pressed._scheduler)
+    assert converse(plain, 8, 4, 60, cancel_one_in=2) == converse(pressed, 8, 4, 60, cancel_one_in=2)
+    assert pressed.state().preemptions > 0
+    assert pressed.state().prefix_cache_hits > 0
+
+
+def test_equal_requests_share_what_one_step_computes(gpt_oss: tuple[Path, PreTrainedModel]) -> None:
+    engine = windowed_engine(gpt_oss[0], prefix_cache=True, max_batched_tokens=64)
+    alike = engine.generate([Request(list(range(3, 50)), 9, ignore_end_token=True)] * 4)
+    assert len({tuple(answer.token_ids) for answer in alike}) == 1
+    assert engine.state().prefix_cache_hits == 3 * 44
+
+
+def test_a_beginning_without_its_window_is_computed_again() -> None:
+    """Others' prompts push the window of the first one out of its pages, while its other pages stay."""
+    scheduler = Scheduler(
+        max_batched_tokens=16,
+        max_sequences=1,
+        page_size=4,
+        num_pages=200,
+        max_length=64,
+        prefix_cache=True,
+        window=6,
+        window_pages=most_window_pages(6, 4, 1, 16),
+    )
+    found = []
+    for request_id, first in enumerate((0, 0, 100, 200, 0, 0)):
+        keys: list[bytes] = []
+        extend_keys(keys, range(first, first + 33), 4, "")
+        scheduler.add(request_id, 33, 1, keys)
+        while scheduler.running or scheduler.waiting:
+            scheduler.plan()
+        scheduler.prefixes.keep(request_id)
+        found.append(scheduler.prefixes.cached_tokens.pop(request_id))
+    assert found == [0, 32, 0, 0, 0, 32]
 
 
 # Memory
@@ -172,8 +226,8 @@ def test_the_plan_counts_what_windows_hold() -> None:
     shape, sizes = SHAPES["gpt-oss-120b"], {"max_batched_tokens": 4096, "max_length": 2304, "max_sequences": 640}
     available = 149_557_477_376
     plan, whole = (
-        plan_memory_of(shape, EngineConfig("fp8", **sizes, prefix_cache=prefix_cache), "cuda", available)
-        for prefix_cache in (False, True)
+        plan_memory_of(one, EngineConfig("fp8", **sizes), "cuda", available)
+        for one in (shape, replace(shape, windows=()))
     )
     page = 2 * 8 * 64 * 32 * 18  # bytes of half of the layers
     assert plan.window == 128

@@ -213,8 +213,6 @@ def _planned(run: Run, plan: Mapping[str, Any]) -> Iterator[str]:
     ranks = config.get("tensor_parallel") or 1
     sizes = {name: plan[name] for name in ("page_size", "max_batched_tokens", "max_sequences", "max_length")}
     own = {name: config[name] for name in ("fp8_scales", "cuda_graphs") if config.get(name) is not None}
-    # A prefix cache keeps every key in layers with windows too, as every engine did before plans had ``window_pages``.
-    own["prefix_cache"] = bool(config.get("prefix_cache")) or "window_pages" not in plan
     available = plan["available_bytes"] * (ranks if plan["device"] == "cpu" else 1)
     own |= {"tensor_parallel": ranks, "cache_tokens": plan["pages"] * plan["page_size"]}
     try:
@@ -223,7 +221,10 @@ def _planned(run: Run, plan: Mapping[str, Any]) -> Iterator[str]:
     except (MegatokenError, ArithmeticError) as error:
         yield f"memory_plan of {model.name}: {error}"
         return
-    for name, tolerance in (("weights_bytes", WEIGHTS_SHARE), ("cache_bytes", 1 / (again.pages + 1))):
+    tolerances = {"weights_bytes": WEIGHTS_SHARE, "cache_bytes": 1 / (again.pages + 1)}
+    if again.window_pages and "window_pages" not in plan:
+        del tolerances["cache_bytes"]  # of an older version, whose layers all held every key
+    for name, tolerance in tolerances.items():
         if name in plan and not math.isclose(plan[name], getattr(again, name), rel_tol=tolerance):
             yield f"memory_plan.{name} {plan[name]:,}, recomputed for {model.name} {getattr(again, name):,}"
 

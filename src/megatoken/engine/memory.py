@@ -188,7 +188,7 @@ def plan_memory_of(
     max_sequences = config.max_sequences or (max_batched_tokens * 3 // 4 if on_gpu else DEFAULT_MAX_SEQUENCES_ON_CPU)
     max_sequences = min(max_sequences, max_batched_tokens)  # every running sequence has a token in every step
     page = page_size * bytes_per_token(model, scheme, device)
-    window = _own_window(model, config)
+    window = _own_window(model)
     window_page = page * sum(one is not None for one in model.windows) // model.layers
     # While loading, before the cache is allocated: the largest matrix, its parts, and its fp32 copy. A rank reads the
     # whole embedding and head before it cuts them.
@@ -261,13 +261,10 @@ def plan_memory_of(
     return plan
 
 
-def _own_window(model: ModelConfig, config: EngineConfig) -> int:
-    """Keys of the largest window, if layers with windows may have pages of their own; 0 if not.
-
-    Requests share pages of the prefix cache in all layers, so there these hold every key.
-    """
+def _own_window(model: ModelConfig) -> int:
+    """Keys of the largest window, if layers with windows may have pages of their own; 0 if not."""
     windows = [window for window in model.windows if window is not None]
-    return 0 if config.prefix_cache or len(windows) == model.layers else max(windows, default=0)
+    return 0 if len(windows) == model.layers else max(windows, default=0)
 
 
 def graph_tokens(model: ModelConfig, scheme: LinearScheme, max_batched_tokens: int) -> tuple[int, ...]:
@@ -364,7 +361,7 @@ def _gpu_step_bytes(
         token += mixture.active * (2 * (3 * mixture.intermediate_size + hidden) + 64) + 12 * mixture.count + hidden
     logits = sampled * _logit_elements(model) * 2 + BLOCK_SAMPLES * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
-    tables = 2 if _own_window(model, config) else 1
+    tables = 2 if _own_window(model) else 1
     indices = 2 * 4 * (2 * tables * sampled * -(-max_length // page_size) + 8 * max_batched_tokens)
     rotary = 2 * max_length * model.head_dim * 2
     return max_batched_tokens * token + logits + partial + indices + rotary, 0

@@ -30,16 +30,19 @@ class PageTable:
         most_pages: int,
         page_size: int,
         num_pages: int,
-        windows: WindowPages | None = None,
+        window: int = 0,
+        window_pages: int = 0,
         *,
         prefix_cache: bool,
     ) -> None:
-        """Starts with free pages only."""
+        """Starts with free pages only; ``window_pages`` of their own for layers with a ``window``, unless 0."""
         self.rows = np.zeros((slots, most_pages), dtype=np.int32)
         self.page_size = page_size
         self.prefixes = PrefixCache(num_pages) if prefix_cache else None
         self.found = np.zeros(slots, dtype=np.int32)
-        self.windows = windows
+        self.windows: WindowPages | None = None
+        if window_pages:
+            self.windows = WindowPages(self.rows, page_size, window, window_pages, num_pages, keep=prefix_cache)
         self._pages: PageAllocator | PrefixCache = self.prefixes or PageAllocator(num_pages)
         self._keys: list[Sequence[bytes]] = [()] * slots
         self._places = np.arange(most_pages, dtype=np.int32)
@@ -85,11 +88,19 @@ class PageTable:
             pages = self.rows[page_slot, page_place]
         return page_slot, page_place, pages
 
+    def find(self, keys: Sequence[bytes], most: int) -> list[int]:
+        """The pages that a request with these ``keys`` can begin with, at most ``most``."""
+        assert self.prefixes is not None
+        found = self.prefixes.find(keys, most)
+        return found if self.windows is None else found[: self.windows.reach(found)]
+
     def share(self, slot: int, found: Sequence[int], count: int, keys: Sequence[bytes]) -> None:
         """Give a request that starts the pages that it ``found``, and new ones, ``count`` in all."""
         assert self.prefixes is not None
         row, first = self.rows[slot], len(found)
         self.prefixes.acquire(found)
+        if self.windows is not None:
+            self.windows.share(slot, found)
         row[:first] = found
         row[first:count] = self.prefixes.allocate(count - first)
         self.found[slot], self._keys[slot] = first, keys
@@ -100,7 +111,12 @@ class PageTable:
         Every layer writes the keys of a step before it reads any, so requests started in the same plan already may.
         """
         assert self.prefixes is not None
-        self.prefixes.register(self._keys[slot], self.rows[slot], start // self.page_size, end // self.page_size)
+        useless = None
+        if self.windows is not None:
+            self.windows.extend(np.array([slot], dtype=np.int32), np.array([end], dtype=np.int32))
+            useless = self.windows.lost
+        places = start // self.page_size, end // self.page_size
+        self.prefixes.register(self._keys[slot], self.rows[slot], *places, useless)
 
     def release(self, slots: list[int], held: Sequence[int], request_ids: list[int], computed: list[int]) -> None:
         """Free the pages of sequences that leave their slots.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -120,9 +120,26 @@ class PrefixCache:
         self._readers[pages] = 1
         return pages
 
-    def register(self, keys: Sequence[bytes], pages: NDArray[np.int32], first: int, end: int) -> None:
-        """Let others find ``pages[first:end]`` of a request, which are full once the planned step has run."""
+    def register(
+        self,
+        keys: Sequence[bytes],
+        pages: NDArray[np.int32],
+        first: int,
+        end: int,
+        useless: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Let others find ``pages[first:end]`` of a request, which are full once the planned step has run.
+
+        ``useless``: whether a page that has the same content is to be found no more, and this one instead.
+        """
         for key, page in zip(keys[first:end], pages[first:end].tolist(), strict=False):
+            known = self._page_of.get(key)
+            if known is not None and useless is not None and useless(known):
+                if known in self._idle:
+                    self._make_empty([known])
+                else:
+                    self._key_of[known] = None
+                    del self._page_of[key]
             if key not in self._page_of:
                 self._page_of[key], self._key_of[page] = page, key
 

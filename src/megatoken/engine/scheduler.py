@@ -33,7 +33,6 @@ from megatoken.engine.fair_share import RESERVE, TURNS, FairShare, Group, Waitin
 from megatoken.engine.page_forecast import AnswerLengths, PageForecast
 from megatoken.engine.page_table import PageTable
 from megatoken.engine.step_plan import StepPlan
-from megatoken.engine.window_pages import WindowPages
 from megatoken.errors import CapacityError
 
 _ONE = np.int32(1)
@@ -89,9 +88,8 @@ class Scheduler:
         if min(max_batched_tokens, max_sequences, page_size, num_pages, max_length) < 1:
             raise ValueError("every size must be at least 1")
         sizes = max_sequences, -(-max_length // page_size), page_size
-        self._windows = WindowPages(*sizes, window, window_pages) if window_pages else None
-        self._pages = PageTable(*sizes, num_pages, self._windows, prefix_cache=prefix_cache)
-        self.page_table, self.prefixes = self._pages.rows, self._pages.prefixes
+        self._pages = PageTable(*sizes, num_pages, window, window_pages, prefix_cache=prefix_cache)
+        self.page_table, self.prefixes, self._windows = self._pages.rows, self._pages.prefixes, self._pages.windows
         self.preemptions = self.recomputed_tokens = 0
         self._max_batched_tokens, self._max_length = max_batched_tokens, max_length
         self._page_size, self._num_pages = page_size, num_pages
@@ -413,7 +411,7 @@ class Scheduler:
         found: Sequence[int] = ()
         found_held = shared = 0
         if prefixes is not None:
-            found = prefixes.find(page_keys, (num_tokens - 1) // size)
+            found = self._pages.find(page_keys, (num_tokens - 1) // size)
             found_held = prefixes.held(found)
             shared = prefixes.extra_readers + found_held
         spare_pages = chunks.spare_pages + found_held - -(-num_tokens // size)

@@ -16,7 +16,7 @@ from gpu_engines import MARKS, SIZES, bf16_checkpoint, error_from_transformers, 
 from over_admission import expect_short_answers
 from transformers import PreTrainedModel
 
-from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling
+from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling, memory
 from megatoken.engine.config import SHAPES
 from megatoken.engine.device import choose_device
 from megatoken.engine.memory import GPU_LIBRARY_BYTES
@@ -113,16 +113,19 @@ def test_a_mixture_agrees_with_transformers(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_pages_of_windows_change_no_bit(precision: str, graphs: bool, tmp_path: Path) -> None:
-    """With a prefix cache every layer holds every key; the prompts have nothing in common."""
+def test_pages_of_windows_change_no_bit(
+    precision: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against an engine whose layers all hold every key."""
     bf16_checkpoint(tmp_path, "GptOss", **MIXTURES["GptOss"])
     prompts = some_prompts([1, 33, 200, 700, 64, 500, 90, 31])
     requests = [Request(prompt, 260 - len(prompt) // 4, ignore_end_token=True) for prompt in prompts]
     config = EngineConfig(precision=precision, cuda_graphs=graphs, **SIZES)
-    engines = [Engine(tmp_path, replace(config, prefix_cache=whole)) for whole in (False, True)]
-    assert [engine.memory_plan.window_pages > 0 for engine in engines] == [True, False]
-    own, whole = (engine.generate(requests) for engine in engines)
-    assert [answer.token_ids for answer in own] == [answer.token_ids for answer in whole]
+    own = Engine(tmp_path, config)
+    monkeypatch.setattr(memory, "_own_window", lambda model: 0)
+    whole = Engine(tmp_path, config)
+    assert whole.memory_plan.window_pages == 0 < own.memory_plan.window_pages
+    assert own.generate(requests) == whole.generate(requests)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
