@@ -5,6 +5,7 @@ import torch
 from gpu_kernels import DEVICE, assert_same_bits, full_size
 from torch import Tensor
 
+from megatoken.engine.ops import fused
 from megatoken.engine.ops.gated_product import CLUSTERS, gated_product, interleaved, obstacle
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
@@ -43,9 +44,13 @@ def test_equals_both_products_and_the_activation(tokens: int, features: int, dep
     gate, up = (x.float() @ weight.float().t() * (scales[0] * scales[1])).chunk(2, dim=1)
     exact = (torch.nn.functional.silu(gate) * up / scales[2]).clamp(-E4M3_MAX, E4M3_MAX)
     out = gated_product(x, packed(weight), *scales, cluster)
-    # Half a step of e4m3 for the rounding, and what fast accumulation of fp8 loses.
-    assert ((out.float() - exact).abs() <= exact.abs() / 15 + 2e-3 / 0.02).all()
-    assert ((out.float() - exact).abs().mean() / exact.abs().mean()) < 0.03
+    # Half a step of e4m3 for the rounding; fast accumulation cuts each of depth / 32 sums off, the up is at most about 4.
+    lost = 4 * depth / 32 * 2**-14
+    assert ((out.float() - exact).abs() <= exact.abs() / 15 + lost / scales[2]).all()
+    assert ((out.float() - exact).abs().mean() / exact.abs().mean()) < 0.04
+    # The same sums as cuBLASLt's, so the same bytes but where its bf16 rounds to the other side.
+    both = torch._scaled_mm(x, weight.t(), scales[0], scales[1], out_dtype=torch.bfloat16, use_fast_accum=True)
+    assert (out.view(torch.uint8) != fused.silu_mul(both, scales[2]).view(torch.uint8)).float().mean() < 0.03
 
 
 def test_large_gates() -> None:

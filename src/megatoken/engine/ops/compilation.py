@@ -37,6 +37,8 @@ def start_compiling(
 
     def launch(kernel: Callable[[], object]) -> None:
         with torch.cuda.device(device), torch.inference_mode():
+            # A thread has the device's context after its first call, and kernels that describe tensors need it before.
+            torch.cuda.synchronize()
             kernel()
 
     futures = [pool.submit(launch, kernel) for kernel in kernels]

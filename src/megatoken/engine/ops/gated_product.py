@@ -89,7 +89,7 @@ class Kernel:
         self._cluster = cluster
         self._shared_bytes = STAGES * (ROWS + COLUMNS) * DEPTH + 1024
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # so that the device has its context
+            torch.cuda.synchronize()  # so that this thread has the device's context
             self._module = _checked(driver.cuModuleLoadData(_machine_code(cluster)))
             self._function = _checked(driver.cuModuleGetFunction(self._module, b"gated_product"))
             most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
