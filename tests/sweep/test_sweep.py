@@ -203,8 +203,17 @@ def test_the_load_changes_within_one_run_and_each_stage_is_a_point(flags: list[o
     assert first["timeline"]["in_flight"][-1] < rising["timeline"]["in_flight"][-1]
     assert {"at_seconds", "ttft_p50_seconds", "tpot_p50_seconds"} <= rising["timeline"]["latencies"][0].keys()
     assert document["found"]["knee"] is None and document["found"]["peak"] in (1, 2, 3)
-    page = (next(tmp_path.iterdir()) / "sweep.html").read_text()
+    (folder,) = tmp_path.iterdir()
+    page = (folder / "sweep.html").read_text()
     assert "Load asked for" in page and "First token over the sweep" in page
+    assert not {word for word in ("at no load", "Knee", "a point of a sweep", ">Load<") if word in page}
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    code, out, err = call_here("compare", folder, other, "--out", tmp_path / "both")
+    assert code == 0, err
+    assert "Stage   Output   TTFT p50" in out and f"other over {folder.name}" in out and "Knee" not in out
+    both = (tmp_path / "both" / "sweep_comparison.html").read_text()
+    assert "Time per output token over the sweep, p50" in both and "against load" not in both
 
 
 @pytest.mark.timing

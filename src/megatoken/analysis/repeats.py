@@ -138,11 +138,16 @@ def _notes(runs: Sequence[Run], whole: Sequence[Run]) -> list[str]:
     ]
 
 
-def shared_notes(runs: Sequence[Run]) -> Iterator[str]:
-    """The notes of all runs, each once, with the runs that have it unless all do; of several shares the highest."""
+def shared_notes(runs: Sequence[Run], leaving_out: str | None = None) -> Iterator[str]:
+    """The notes of all runs, each once, with the runs that have it unless all do; of several shares the highest.
+
+    ``leaving_out``: code of a note that the reader of them together has no use for.
+    """
     alike: dict[tuple[str, ...], list[tuple[str, Mapping[str, Any]]]] = {}
     for run in runs:
         for note in run.result.get("notes") or ():
+            if note["code"] == leaving_out:
+                continue
             key = (note["code"], note.get("node", "")) if is_number(note.get("share")) else (note["message"],)
             alike.setdefault(key, []).append((run.path.name, note))
     for found in alike.values():

@@ -23,6 +23,7 @@ from megatoken.runs.run import Run
 SWEEP = "sweep.json"
 LOAD_FACTS = ("arrivals", "burstiness", "seed", "source", "of", "stages")
 WITHIN_SHARE = 0.99  # of the requests due that must keep both limits
+WITHIN_RULE = f"at least {100 * WITHIN_SHARE:g} % of the requests due kept both limits"
 GAIN, FLAT_POINTS = 0.03, 2  # a closed loop is saturated after so many points without so much more output
 KNEE_RULE = (
     "the load at which output tokens/s over the median end-to-end latency is highest (Kleinrock's power): beyond it"
@@ -79,7 +80,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
         title=f"Sweep of {subject} by {kind}",
         inputs=[run.path for run in runs],
         notes=[
-            *shared_notes(runs),
+            *shared_notes(runs, leaving_out="SWEEP_POINT"),
             *([f"left out, because they ended before their window: {', '.join(left_out)}"] if left_out else []),
             *contentions(runs),
         ],
@@ -111,8 +112,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
         ),
         rules={
             "steady": STEADY_RULE,
-            "knee": KNEE_RULE,
-            "within_limits": f"at least {100 * WITHIN_SHARE:g} % of the requests due kept both limits",
+            **({} if kind == "stages" else {"knee": KNEE_RULE, "within_limits": WITHIN_RULE}),
             "stall": STALL_RULE,
             **({"isolation": ISOLATION_RULE} if shared else {}),
             "percentiles": PERCENTILE_METHOD,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from megatoken.report.curves import stairs, time_chart
 from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
 from megatoken.report.plots import Line
-from megatoken.report.views.common import Field, figure, records_table, table_of, view, word
+from megatoken.report.views.common import Field, figure, table_of, view, word
 from megatoken.report.views.endpoints import endpoints_blocks
 from megatoken.report.views.limits import limits_table
 from megatoken.report.views.load_charts import Sweep, load_figures, per_machine, rate_unit
@@ -93,8 +93,8 @@ def sweep_view(document: Document) -> View:
         section("Latencies", _latencies(sweep)),
         section("First token by prompt length", _by_input(sweep)),
         section("Stalls and late sends", _stalls(sweep)),
-        section("Repeats", _repeats(document)),
-        section("Over time", *_over_time(sweep)),
+        section("Repeats", _repeats(document, sweep)),
+        section("Over time", *_over_time([sweep])),
         section("Definitions", Terms(_definitions(document.part("rules")))),
     )
     return view(document, "sweep", summary, sections, KNOWN)
@@ -103,15 +103,33 @@ def sweep_view(document: Document) -> View:
 def sweep_comparison_view(document: Document) -> View:
     """The report on ``megatoken compare`` of sweeps."""
     sweeps = [Sweep.of(part) for part in document.parts("sweeps")]
+    staged = any(sweep.unit == STAGE for sweep in sweeps)
     sections = (
-        section("Curves", *load_figures(sweeps, ())),
-        section("Found", _found_table(document)),
-        section("Ratios at equal load", records_table("Ratios", document.parts("ratios"))),
+        section("Over time", *(_over_time(sweeps) if staged else ())),
+        section("Curves", *(() if staged else load_figures(sweeps, ()))),
+        section("Found", _found_table(document, staged=staged)),
+        section("Ratios at equal load", _ratios_table(document, sweeps)),
     )
     return view(document, "sweeps", (), sections, ("sweeps", "ratios"))
 
 
-def _found_table(document: Document) -> Table:
+def _ratios_table(document: Document, sweeps: Sequence[Sweep]) -> Table:
+    ratios = document.parts("ratios")
+    of, to = ([*dict.fromkeys(one.text(side) for one in ratios)] for side in ("of", "to"))
+    fields = (
+        figure(_load_title(sweeps[0]) if sweeps else "", "value"),
+        *([word("Sweep", "of")] if len(of) > 1 else []),
+        figure("Output", "output"),
+        figure("TTFT p50", "ttft_p50"),
+        figure("p99", "ttft_p99"),
+        figure("TPOT p99", "tpot_p99"),
+        figure("Latency p50", "latency_p50"),
+    )
+    note = f"{'Each sweep' if len(of) > 1 else of[0]} over {to[0]}" if ratios else ""
+    return table_of("Ratios", ratios, fields, note=note)
+
+
+def _found_table(document: Document, *, staged: bool) -> Table:
     sweeps = document.parts("sweeps")
     unit = sweeps[0].text("load_unit") if sweeps else ""
 
@@ -120,8 +138,7 @@ def _found_table(document: Document) -> Table:
 
     fields = (
         word("Sweep", "name"),
-        found("Knee", "knee", unit),
-        found("Within limits", "highest_within_limits", unit),
+        *([] if staged else [found("Knee", "knee", unit), found("Within limits", "highest_within_limits", unit)]),
         found("Peak", "peak", unit),
         found("Output at peak", "peak_output_tokens_per_second", "tokens/s"),
     )
@@ -173,6 +190,18 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
     found = document.part("found")
     if (knee := found.number("knee")) is not None:
         yield f"Knee: {precise(knee)} {sweep.unit}"
+    if sweep.unit != STAGE:  # they do not rise; the points say which share kept the limits
+        yield from _within_limits(document, sweep)
+    if scores := [score for row in document.parts("isolation") if (score := row.number("score")) is not None]:
+        yield f"Isolation score next to the neighbour: {precise(min(scores))} at the worst (1: it costs nothing)"
+    if (early := found.part("ended_early_by")).values:
+        yield f"The sweep ended early: {early.text('message')}"
+    elif found.flag("saturated"):
+        yield "Saturated: the last loads gave no more output than those before them"
+
+
+def _within_limits(document: Document, sweep: Sweep) -> Iterator[str]:
+    found = document.part("found")
     ttft, tpot = document.number("ttft_limit_seconds"), document.number("tpot_limit_seconds")
     if any(point.parts("limits") for point in sweep.points):
         kept, met = (found.number(name) for name in ("highest_within_limits", "highest_limits_met"))
@@ -180,12 +209,6 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
     elif ttft is not None and tpot is not None:
         at = _up_to(found.number("highest_within_limits"), sweep)
         yield f"Within TTFT {precise(ttft)} s and {precise(1000 * tpot)} ms per output token: {at}"
-    if scores := [score for row in document.parts("isolation") if (score := row.number("score")) is not None]:
-        yield f"Isolation score next to the neighbour: {precise(min(scores))} at the worst (1: it costs nothing)"
-    if (early := found.part("ended_early_by")).values:
-        yield f"The sweep ended early: {early.text('message')}"
-    elif found.flag("saturated"):
-        yield "Saturated: the last loads gave no more output than those before them"
 
 
 def _isolation(document: Document, sweep: Sweep) -> Iterator[Table]:
@@ -204,11 +227,11 @@ def _isolation(document: Document, sweep: Sweep) -> Iterator[Table]:
         rows.append((precise(row.number("value")), precise(row.number("score")), *pairs))
     if rows:
         columns = (
-            Column("Load", numeric=True),
+            Column(_load_title(sweep), numeric=True),
             Column("Isolation score", numeric=True),
             *(Column(f"{title}, alone to shared", unit, numeric=True) for _, title, unit, _ in shown),
         )
-        note = f"Load in {sweep.unit}. Score: {document.part('rules').text('isolation')}. The neighbour: "
+        note = f"{_load_note(sweep, '. ')}Score: {document.part('rules').text('isolation')}. The neighbour: "
         yield Table("Isolation", columns, tuple(rows), note=f"{note}megatoken sweep {document.text('neighbour')}")
 
 
@@ -227,10 +250,18 @@ def _limits(sweep: Sweep) -> Iterator[Table]:
             yield limits_table(limits, f"{precise(point.number('value'))} {sweep.unit}")
 
 
+def _load_title(sweep: Sweep) -> str:
+    return "Stage" if sweep.unit == STAGE else "Load"
+
+
+def _load_note(sweep: Sweep, end: str) -> str:
+    return "" if sweep.unit == STAGE else f"Load in {sweep.unit}{end}"
+
+
 def _points_table(document: Document, sweep: Sweep) -> Table:
     """What a reader compares first; narrow enough for a terminal."""
     fields = (
-        LOAD,
+        figure(_load_title(sweep), "value"),
         Field("Output", per_machine, "tokens/s", numeric=True),
         figure("Done", "requests_per_second", "1/s"),
         Field("User", lambda point: point.part("user_tokens_per_second").number("p50"), "tokens/s", numeric=True),
@@ -240,12 +271,9 @@ def _points_table(document: Document, sweep: Sweep) -> Table:
         Field("Good", lambda point: _percent(point.part("goodput").number("share")), "%", numeric=True),
         Field("State", _state),
     )
-    note = f"Load in {sweep.unit}; Output is {rate_unit([sweep])}; User is the rate of the median user's answer."
+    note = f"{_load_note(sweep, '; ')}Output is {rate_unit([sweep])}; User is the rate of the median user's answer."
     table = table_of("Points", sweep.points, fields, stacked=True, note=note)
     return replace(table, note=f"{note} {UNRELIABLE_NOTE}") if _has_star(table.rows) else table
-
-
-LOAD = figure("Load", "value")
 
 
 def _latency(title: str, key: str, of: str, scale: float = 1000, unit: str = "ms") -> Field:
@@ -267,7 +295,7 @@ def _latencies(sweep: Sweep) -> Table:
         for point in sweep.points
         if key in point
     )
-    heads = (Column("Latency"), Column("Load", numeric=True), Column("Unit"))
+    heads = (Column("Latency"), Column(_load_title(sweep), numeric=True), Column("Unit"))
     return Table("Latencies", (*heads, *(Column(of, numeric=True) for of in PERCENTILES)), rows, stacked=True)
 
 
@@ -281,7 +309,7 @@ def _by_input(sweep: Sweep) -> Table:
         return Field(name, lambda group: _cell(group[1].part("ttft_seconds"), name, 1000), "ms", numeric=True)
 
     fields = (
-        Field("Load", lambda group: group[0].number("value"), numeric=True),
+        Field(_load_title(sweep), lambda group: group[0].number("value"), numeric=True),
         Field("Prompt", tokens, "tokens"),
         Field("Requests", lambda group: group[1].part("ttft_seconds").number("samples"), numeric=True),
         *map(ttft, PERCENTILES),
@@ -291,7 +319,7 @@ def _by_input(sweep: Sweep) -> Table:
 
 def _stalls(sweep: Sweep) -> Table:
     fields = (
-        LOAD,
+        figure(_load_title(sweep), "value"),
         Field("Stalls", lambda point: point.part("stalls").number("count"), numeric=True),
         Field("Answers with one", lambda p: _percent(p.part("stalls").number("requests_share")), "%", numeric=True),
         Field("Longest gap", lambda point: point.part("stalls").number("longest_seconds"), "s", numeric=True),
@@ -304,7 +332,7 @@ def _stalls(sweep: Sweep) -> Table:
     return table_of("Stalls and requests without an end", known, fields, stacked=True)
 
 
-def _repeats(document: Document) -> Table:
+def _repeats(document: Document, sweep: Sweep) -> Table:
     rows = tuple(
         (
             precise(part.number("value")),
@@ -315,43 +343,61 @@ def _repeats(document: Document) -> Table:
         for key in part.without(("value", "runs"))
     )
     heads = ("Geometric mean", "Low", "High")
-    columns = (Column("Load", numeric=True), Column("Metric"), *(Column(head, numeric=True) for head in heads))
+    columns = (
+        Column(_load_title(sweep), numeric=True),
+        Column("Metric"),
+        *(Column(head, numeric=True) for head in heads),
+    )
     return Table("Repeats of each load, with 95 % confidence", columns, rows, stacked=True)
 
 
-def _over_time(sweep: Sweep) -> Iterator[Figure]:
-    """Output, requests under way and latencies of all points, one after the other."""
-    parts = [point.part("timeline") for point in sweep.points if "timeline" in point]
-    lengths = [part.number("span_seconds") or 0.0 for part in parts]
+def _over_time(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
+    """Output, requests under way and latencies of all points, one after the other; of several sweeps the medians."""
+    alone = len(sweeps) == 1
     for title, unit, key in (
         ("Output over the sweep", "tokens/s", "output_tokens_per_second"),
         ("Requests under way over the sweep", "requests", "in_flight"),
     ):
-        heights = [part.numbers(key) for part in parts]
-        spans = [length for length, values in zip(lengths, heights, strict=True) for _ in values]
-        if len(spans) > 1:
-            edges = np.cumsum([0.0, *spans])
-            yield time_chart(
-                title, unit, [stairs(title, edges, np.array([one for values in heights for one in values]))]
-            )
-    totals = [length * len(part.numbers("in_flight")) for length, part in zip(lengths, parts, strict=True)]
-    starts = np.cumsum([0.0, *totals])
+        if lines := [line for sweep in sweeps for line in _steps(sweep, key, title if alone else sweep.name)]:
+            yield time_chart(title, unit, lines)
     for title, names in (
         ("First token over the sweep, by the time due", {"p50": "ttft_p50_seconds", "p99": "ttft_p99_seconds"}),
         ("Time per output token over the sweep", {"p50": "tpot_p50_seconds"}),
     ):
-        lines = []
-        for name, key in names.items():
-            found = [
-                (start + (row.number("at_seconds") or 0.0), 1000 * value)
-                for start, part in zip(starts.tolist(), parts, strict=False)
-                for row in part.parts("latencies")
-                if (value := row.number(key)) is not None
-            ]
-            if len(found) > 1:
-                lines.append(Line(name, *(np.array(column) for column in zip(*found, strict=True))))
+        shown = names if alone else {"p50": names["p50"]}
+        lines = [
+            line
+            for sweep in sweeps
+            for name, key in shown.items()
+            for line in _medians(sweep, key, name if alone else sweep.name)
+        ]
         if lines:
-            yield time_chart(title, "ms", lines)
+            yield time_chart(title if alone else f"{title}, p50", "ms", lines)
+
+
+def _timelines(sweep: Sweep) -> list[Document]:
+    return [point.part("timeline") for point in sweep.points if "timeline" in point]
+
+
+def _steps(sweep: Sweep, key: str, name: str) -> Iterator[Line]:
+    parts = _timelines(sweep)
+    heights = [part.numbers(key) for part in parts]
+    spans = [part.number("span_seconds") or 0.0 for part, row in zip(parts, heights, strict=True) for _ in row]
+    if len(spans) > 1:
+        yield stairs(name, np.cumsum([0.0, *spans]), np.array([one for row in heights for one in row]))
+
+
+def _medians(sweep: Sweep, key: str, name: str) -> Iterator[Line]:
+    parts = _timelines(sweep)
+    totals = [(part.number("span_seconds") or 0.0) * len(part.numbers("in_flight")) for part in parts]
+    found = [
+        (start + (row.number("at_seconds") or 0.0), 1000 * value)
+        for start, part in zip(np.cumsum([0.0, *totals]).tolist(), parts, strict=False)
+        for row in part.parts("latencies")
+        if (value := row.number(key)) is not None
+    ]
+    if len(found) > 1:
+        yield Line(name, *(np.array(column) for column in zip(*found, strict=True)))
 
 
 def _cell(part: Document, name: str, scale: float) -> str:
