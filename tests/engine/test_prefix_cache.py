@@ -112,7 +112,8 @@ class Sharing(RuleBasedStateMachine):
         self.learn_parents(keys)
         sequence = Sequence(prompt, max_tokens, salt, keys, list(prompt), len(prompt))
         self.all[request_id] = self.live[request_id] = sequence
-        self.scheduler.add(request_id, len(prompt), max_tokens, keys)
+        group = "ab"[len(more) % 2] if self.window else ""  # of several, prompts are computed next to each other
+        self.scheduler.add(request_id, len(prompt), max_tokens, keys, (group, 1.0))
 
     @rule(steps=st.integers(1, 6))
     def steps(self, steps: int) -> None:
