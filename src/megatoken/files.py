@@ -290,6 +290,11 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def mappings(value: Any) -> list[Mapping[str, Any]]:
+    """The mappings in ``value`` if it is a list, else none."""
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+
+
 def number_at(values: Any, *keys: str) -> float | None:
     """The number under nested keys; None where there is none, or one above 1e30."""
     for key in keys:

@@ -1,6 +1,7 @@
 """Checks that had nothing to compare say so; what lies beside one benchmark speaks for no other."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from claims_support import azure_evidence
 from megatoken.audit import Severity, audit
 from megatoken.audit.checks.cross import check_layout
 from megatoken.audit.checks.nodes import check_nodes
+from megatoken.audit.discovery import Tree
 from megatoken.mlperf.benchmarks import benchmark_of
 from megatoken.mlperf.rounds import round_seeds, ruled_rounds
 
@@ -38,7 +40,7 @@ def test_a_log_without_the_lines(twin, id_):
 
 def layouts(runs, paths):
     evidence = replace(azure_evidence(), runs=tuple(runs))
-    return [(item.severity, item.found) for item in check_layout(evidence, paths)]
+    return [(item.severity, item.found) for item in check_layout(Tree(Path(), dict.fromkeys(paths, 1)), evidence)]
 
 
 def test_files_beside_one_benchmark_speak_for_no_other():

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.analysis.series import Floats
-from megatoken.files import mapping, number_at
+from megatoken.files import mapping, mappings, number_at
 from megatoken.yaml_files import load_yaml
 
 PERCENTILES = ("50", "90", "95", "99", "99.9")
@@ -120,8 +120,8 @@ def _vllm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _aiperf(values: Mapping[str, Any]) -> dict[str, Any]:
     """Its rates are over the time from start to end, while ``benchmark_duration`` begins with the first request."""
-    errors, phases = values.get("error_summary"), mapping(values.get("input_config")).get("phases")
-    asked = [number_at(mapping(phase), "concurrency") for phase in phases] if isinstance(phases, list) else []
+    errors, phases = values.get("error_summary"), mappings(mapping(values.get("input_config")).get("phases"))
+    asked = [number_at(phase, "concurrency") for phase in phases]
     found: dict[str, Any] = {"most_in_flight": max((value for value in asked if value is not None), default=None)}
     if isinstance(errors, list):
         found["failed"] = sum(int(number_at(mapping(error), "count") or 0) for error in errors)

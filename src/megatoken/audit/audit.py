@@ -33,7 +33,7 @@ from megatoken.audit.checks.submission import (
     Submission,
     check_names,
     check_submission,
-    layout_version,
+    layout_in,
     submissions_in,
     system_folders,
 )
@@ -57,6 +57,7 @@ from megatoken.files import UnreadableError, display, new_document, read_text
 from megatoken.mlperf.detail_log import ABANDONED
 from megatoken.mlperf.endpoints_report import ACCURACY
 from megatoken.mlperf.rounds import has_rules, known_round
+from megatoken.mlperf.submission_layout import layout_of
 from megatoken.runs.run import RESULT, Verdict
 from megatoken.text import count_of, natural
 
@@ -236,11 +237,11 @@ def _check_evidence(
         yield from check_names(tree)
         for one in submissions:
             round_ = claimed or _round_of(one, evidence.performance_runs)
-            version = (6 if claimed.startswith("v6") else 5) if claimed else layout_version(tree, one, round_)
-            yield from check_submission(tree, one, evidence.systems, version, ruled=has_rules(round_))
+            layout = layout_of(claimed) if claimed else layout_in(tree, one, round_)
+            yield from check_submission(tree, one, evidence.systems, layout, ruled=has_rules(round_))
         yield from check_systems_apart(evidence.runs)
     elif claimed:
-        yield from check_layout(evidence, tree.files)
+        yield from check_layout(tree, evidence)
     ending = f"/accuracy/{ACCURACY}"
     scored = {display(path.removesuffix(ending)) for path in tree.files if path.endswith(ending)}
     yield from check_accuracy_evidence(evidence, claimed=bool(submissions or claimed), scored=scored)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
+from megatoken.files import mappings
 from megatoken.text import is_number
 
 SAME = 1e-9  # relative: the same arithmetic on the same rows
@@ -63,8 +64,7 @@ def differences(
 
 def _codes(listed: Any) -> str:
     """The codes of reasons; none for no reason, and for anything else."""
-    reasons = listed if isinstance(listed, list) else ()
-    return ", ".join(str(one.get("code")) for one in reasons if isinstance(one, Mapping)) or "none"
+    return ", ".join(str(one.get("code")) for one in mappings(listed)) or "none"
 
 
 def _same(one: Any, other: Any, relative: float) -> bool:

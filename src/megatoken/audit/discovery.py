@@ -48,6 +48,10 @@ class Tree:
         """Names of the files directly in ``folder``."""
         return self._names.get(folder, [])
 
+    def holding(self, name: str) -> list[str]:
+        """Every folder with a file of that name, in natural order."""
+        return sorted((folder for folder, names in self._names.items() if name in names), key=natural)
+
     @cached_property
     def _names(self) -> dict[str, list[str]]:
         table: dict[str, list[str]] = {}
@@ -188,11 +192,11 @@ def place_of(parts: Sequence[str], inside: int) -> Place:
     believed = at > 0 and (at - 1 >= outer or "results" in parts[max(0, at - 3) : at])
     system = node = parts[at - 1] if believed else None
     if "nodes" in parts[outer:-1]:
-        node = parts[_last(parts, "nodes") + 1]
+        node = parts[last_of(parts, "nodes") + 1]
     submitter = division = None
     for name in ("results", "compliance"):
         if name in (parts[:at] if known else parts):
-            index = _last(parts, name)
+            index = last_of(parts, name)
             if index >= 2 and parts[index - 2] in DIVISIONS:
                 submitter, division = parts[index - 1], parts[index - 2]
                 role = Role.COMPLIANCE if name == "compliance" else role
@@ -200,7 +204,7 @@ def place_of(parts: Sequence[str], inside: int) -> Place:
     return Place(role, node, benchmark, scenario, system, submitter, division)
 
 
-def _last(parts: Sequence[str], name: str) -> int:
+def last_of(parts: Sequence[str], name: str) -> int:
     """Where ``name`` occurs last."""
     return len(parts) - 1 - parts[::-1].index(name)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megatoken.audit.discovery import Tree, below
+from megatoken.audit.discovery import Tree, below, last_of
 from megatoken.audit.evidence import AccuracyResult, Configuration, Document, System, places
 from megatoken.audit.finding import Outcome, check, outcome
 from megatoken.files import Damage, UnreadableError, display, key_lines, read_json_object, read_text
@@ -106,7 +106,7 @@ def system_beside(folder: Path) -> System | None:
     parts = folder.resolve().parts
     if "results" not in parts[:-1]:
         return None
-    level = len(parts) - parts[:-1][::-1].index("results") - 1
+    level = last_of(parts[:-1], "results") + 1
     systems = []
     for file in sorted(Path(*parts[: level - 1], "systems").glob("*.json")):
         with suppress(UnreadableError):
@@ -146,7 +146,7 @@ def user_conf_of(tree: Tree, folder: str) -> str | None:
     above = folder.split("/")
     places = ["/".join(above[: len(above) - up]) for up in range(min(USER_CONF_ABOVE, len(above)) + 1)]
     if "results" in above:
-        at = len(above) - 1 - above[::-1].index("results")
+        at = last_of(above, "results")
         places.append("/".join([*above[:at], "measurements", *above[at + 1 : at + 4]]))
     return next((path for place in places if (path := below(place, USER_CONF)) in tree.files), None)
 
@@ -154,8 +154,9 @@ def user_conf_of(tree: Tree, folder: str) -> str | None:
 def accuracy_results_in(tree: Tree) -> list[AccuracyResult]:
     """Every accuracy.txt that can be read, except of compliance tests, which keep other contents in it."""
     results = []
-    named = [path for path in tree.files if path.rpartition("/")[2] == "accuracy.txt"]
-    for path in sorted((path for path in named if not COMPLIANCE_TEST.search(path)), key=natural):
+    for path in (below(folder, "accuracy.txt") for folder in tree.holding("accuracy.txt")):
+        if COMPLIANCE_TEST.search(path):
+            continue
         with suppress(UnreadableError):
             read, parts = read_accuracy_scores(tree.path(path)), path.split("/")
             results.append(AccuracyResult(display(path), parts[-4] if len(parts) > 3 else None, read.scores, read.hash))

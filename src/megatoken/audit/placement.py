@@ -11,10 +11,9 @@ from megatoken.audit.documents import json_values
 from megatoken.audit.evidence import AccuracyResult
 from megatoken.audit.view import RunFiles
 from megatoken.files import display
-from megatoken.mlperf.benchmarks import benchmarks
+from megatoken.mlperf.benchmarks import benchmarks, spelled
+from megatoken.mlperf.submission_layout import MODEL_MAPPING, Layout
 
-MODEL_MAPPING = "model_mapping.json"  # of a submission to the open division: model's folder -> benchmark
-ALIASES = {name.replace(".", "_", 1): name for name in benchmarks() if name.startswith("llama3.1")}
 MOST_DEPTH = 5  # of a log below its scenario
 
 
@@ -32,8 +31,8 @@ def benchmark_names(tree: Tree, one: Submission) -> dict[str, str]:
     """The benchmark that each model's folder of a submission stands for, by model_mapping.json in the open division."""
     mapped = json_values(tree, below(one.path, MODEL_MAPPING)) if one.division == "open" else None
     names = {model: name for model, name in (mapped or {}).items() if isinstance(name, str)}
-    names |= ALIASES | {name: name for name in benchmarks()}  # a benchmark's own name cannot be mapped away
-    return {model: names.get(model, model) for _, model, _ in one.results}
+    own = {model: spelled(model) for _, model, _ in one.results}
+    return {model: name if name in benchmarks() else names.get(model, model) for model, name in own.items()}
 
 
 def meanings(tree: Tree, submissions: Sequence[Submission]) -> dict[str, Meaning]:
@@ -41,10 +40,10 @@ def meanings(tree: Tree, submissions: Sequence[Submission]) -> dict[str, Meaning
     found = {}
     for one in submissions:
         names = benchmark_names(tree, one)
-        for (system, model, scenario), folder in one.results.items():
-            tested = below(one.path, f"compliance/{system}/{model}/{scenario}")
-            found[tested] = Meaning(system, names[model], one.division, is_result=False)
-            found[folder] = Meaning(system, names[model], one.division, is_result=True)
+        for key, folder in one.results.items():
+            tested = below(one.path, Layout(5).compliance(key))
+            for place in (tested, folder):
+                found[place] = Meaning(key.system, names[key.benchmark], one.division, is_result=place == folder)
     return found
 
 

@@ -132,6 +132,11 @@ def benchmarks() -> dict[str, Benchmark]:
     return {name: _benchmark(name, entry) for name, entry in rules()["benchmarks"].items()}
 
 
+def spelled(name: str) -> str:
+    """The name with the dot that folders and LoadGen write as an underscore."""
+    return name.replace("llama3_1", "llama3.1")
+
+
 def is_other_benchmark(model: str, round: str | None = None) -> bool:
     """Whether a model's folder is of a benchmark that is not a language model, by MLCommons' spellings.
 
@@ -174,7 +179,7 @@ def benchmark_of(name: str | None, data_set_rows: int | None, round: str | None 
     """
     table = benchmarks()
     if name is not None:
-        wanted = name.lower().replace("llama3_1", "llama3.1").replace("-interactive", "")
+        wanted = spelled(name.lower()).replace("-interactive", "")
         names = [wanted] if wanted in table else [wanted + target for target in _TARGETS]
         found = [table[full] for full in names if full in table]
     else:

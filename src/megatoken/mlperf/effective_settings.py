@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from megatoken.mlperf.benchmarks import benchmark_of
+from megatoken.mlperf.benchmarks import benchmark_of, spelled
 from megatoken.mlperf.detail_log import COMMON_SETTINGS, DetailLog
 from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
 from megatoken.mlperf.loadgen_builds import version_number
@@ -165,4 +165,4 @@ def _may_be(benchmark: str | None, model: str) -> bool:
 
 
 def _family(name: str) -> str:
-    return re.sub(r"-99(?:\.9)?$|-interactive$", "", name.replace("llama3_1", "llama3.1"))
+    return re.sub(r"-99(?:\.9)?$|-interactive$", "", spelled(name))

@@ -19,7 +19,7 @@ import numpy as np
 from megatoken import __version__
 from megatoken.analysis.series import Floats, numbers
 from megatoken.analysis.statistics import Samples
-from megatoken.files import mapping, number_at
+from megatoken.files import mapping, mappings, number_at
 from megatoken.mlperf.endpoints import in_order_of_issue
 from megatoken.mlperf.endpoints_window import lower_percentile
 from megatoken.mlperf.rounds import round_seeds
@@ -227,9 +227,7 @@ def _round(values: Mapping[str, Any]) -> str | None:
     return next((name for name, seeds in round_seeds().items() if seeds[1:] == mine), None)
 
 
-def accuracy_scores(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def accuracy_scores(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The scored data sets of an accuracy_results.json."""
-    scores = values.get("accuracy_scores")
-    for score in scores if isinstance(scores, list) else ():
-        if isinstance(score, dict) and score.get("dataset_type") in (None, "accuracy"):
-            yield score
+    scores = mappings(values.get("accuracy_scores"))
+    return [score for score in scores if score.get("dataset_type") in (None, "accuracy")]

@@ -14,6 +14,7 @@ from megatoken.mlperf.rounds import known_round
 ROUNDS = ("v5.1", "v6.0", "v6.1")
 TO_FILL = "TO FILL"  # `build` writes it for unknown values; `check` refuses it
 IMPLEMENTATION = "megatoken"
+MODEL_MAPPING = "model_mapping.json"  # of a submission to the open division: model's folder -> benchmark
 
 
 class Key(NamedTuple):

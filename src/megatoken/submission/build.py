@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.audit.evidence import Role
-from megatoken.audit.placement import MODEL_MAPPING
 from megatoken.errors import UsageError
 from megatoken.files import plain, storage_error, to_json
 from megatoken.mlperf.accuracy_log import ACCURACY_LOG, TRUNCATED_BYTES, read_accuracy_scores
 from megatoken.mlperf.benchmarks import Benchmark, benchmarks
 from megatoken.mlperf.compliance import compliance_file
 from megatoken.mlperf.detail_log import DETAIL_LOG
-from megatoken.mlperf.submission_layout import TO_FILL, Key, Layout, layout_of, supported_round
+from megatoken.mlperf.submission_layout import MODEL_MAPPING, TO_FILL, Key, Layout, layout_of, supported_round
 from megatoken.submission import description
 from megatoken.submission.runs import (
     ACCURACY_TXT,

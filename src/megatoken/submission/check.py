@@ -14,7 +14,7 @@ from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.submission import (
     Submission,
     check_submission,
-    layout_version,
+    layout_in,
     submissions_in,
     system_folders,
 )
@@ -32,7 +32,7 @@ from megatoken.files import UnreadableError, display, new_document
 from megatoken.mlperf.benchmarks import benchmarks, is_other_benchmark
 from megatoken.mlperf.detail_log import read_detail_log
 from megatoken.mlperf.run_figures import round_of
-from megatoken.mlperf.submission_layout import ROUNDS, Key, layout_of, supported_round
+from megatoken.mlperf.submission_layout import ROUNDS, layout_of, supported_round
 from megatoken.submission.evidence_checks import Published, check_compliance, check_scores, published
 from megatoken.submission.judge import Judge, Problem, observe
 from megatoken.submission.tree_checks import (
@@ -191,7 +191,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
         judge.take(check_system_values(system))
     results, endpoints = [], []
     for one in submissions:
-        judge.take(check_submission(tree, one, systems, judge.version))
+        judge.take(check_submission(tree, one, systems, layout_of(chosen)))
         judge.take(check_strays(tree, one, chosen))
         judge.take(check_mapping(tree, one))
         endpoints += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
@@ -218,18 +218,17 @@ def _check_results(
     layout = layout_of(round_)
     names = benchmark_names(tree, one)
     described = {system.name: system for system in systems if system.path.startswith(below(one.path, "systems/"))}
-    for (system, model, scenario), folder in sorted(one.results.items()):
+    for key, folder in sorted(one.results.items()):
         if is_endpoint_result(tree, folder):
             continue
-        key = Key(system, model, scenario)
-        name = names.get(model, model)
+        name, system = names[key.benchmark], described.get(key.system)
         benchmark = benchmarks().get(name)
-        judge.take(check_scenario(key, folder, name, described.get(system), round_))
+        judge.take(check_scenario(key, folder, name, system, round_))
         judge.take(check_description(tree, one, key, layout))
         judge.take(check_scores(tree, folder, benchmark))
         if one.division != "open":
             judge.take(check_compliance(tree, one, key, layout, benchmark))
-        figure, observations = published(tree, key, folder, benchmark, is_networked(described.get(system)))
+        figure, observations = published(tree, key, folder, benchmark, is_networked(system))
         judge.take(observations)
         if figure is not None:
             yield figure
@@ -273,4 +272,4 @@ def _round_of(tree: Tree, files: Sequence[RunFiles], submissions: Sequence[Submi
             others = f"give --round {', '.join(ROUNDS[:-1])} or {ROUNDS[-1]} to apply the rules of another round"
             raise UsageError(f"{tree.root}: its seeds are those of {name}, whose rules are not known here; {others}")
         return name
-    return "v5.1" if any(layout_version(tree, one, None) == 5 for one in submissions) else "v6.1"
+    return "v5.1" if any(layout_in(tree, one, None).version == 5 for one in submissions) else "v6.1"

@@ -12,11 +12,10 @@ from megatoken.audit.discovery import DIVISIONS, Tree, below
 from megatoken.audit.documents import json_document
 from megatoken.audit.evidence import System, Where, places
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.placement import ALIASES, MODEL_MAPPING
 from megatoken.files import UnreadableError, display, read_text
-from megatoken.mlperf.benchmarks import SCENARIOS, benchmarks, is_other_benchmark
+from megatoken.mlperf.benchmarks import SCENARIOS, benchmarks, is_other_benchmark, spelled
 from megatoken.mlperf.rounds import rules
-from megatoken.mlperf.submission_layout import TO_FILL, Key, Layout
+from megatoken.mlperf.submission_layout import MODEL_MAPPING, TO_FILL, Key, Layout
 from megatoken.submission.judge import observe
 
 MOST_STRAYS = 50
@@ -56,7 +55,7 @@ def check_strays(tree: Tree, one: Submission, round_: str) -> Iterator[Observati
                 (others if described else undescribed).append(folder)
             case (system, model) if levels not in known:
                 if (system,) in known:  # otherwise the whole system is a stray
-                    there = model in ALIASES or model in benchmarks() or is_other_benchmark(model, round_)
+                    there = spelled(model) in benchmarks() or is_other_benchmark(model, round_)
                     (others if there else models).append(folder)
             case (_, _, _, part) if not _FOLDERS_OF_RESULTS.fullmatch(part):
                 others.append(folder)

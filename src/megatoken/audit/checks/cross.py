@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Set
 
 from megatoken.analysis.standing import answer_length
 from megatoken.audit.checks.accuracy import ID_BYTES
+from megatoken.audit.discovery import Tree
+from megatoken.audit.documents import USER_CONF
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.mlperf.benchmarks import Benchmark, benchmark_of, benchmarks
@@ -16,7 +18,6 @@ from megatoken.mlperf.rounds import has_rules
 from megatoken.text import count_of
 
 TOKENS_TOLERANCE = 0.10
-USER_CONF = "user.conf"
 VERIFIED = ("verify_accuracy.txt", "verify_output_len.txt")
 
 
@@ -133,9 +134,9 @@ def tokens_agree(timed: float | None, scored: float | None, where: tuple[Where, 
 
 
 @check("submission.layout", "Other parts that the claimed rules ask for", "A run alone meets only some rules.")
-def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Outcome]:
-    """Where rules are claimed for logs outside a submission; ``paths`` are those of all files."""
-    found = {name: [path for path in paths if path.rpartition("/")[2] == name] for name in (USER_CONF, *VERIFIED)}
+def check_layout(tree: Tree, evidence: Evidence) -> Iterator[Outcome]:
+    """Where rules are claimed for logs outside a submission."""
+    configured, tested = tree.holding(USER_CONF), [folder for name in VERIFIED for folder in tree.holding(name)]
     runs: dict[str, list[Run]] = {}
     for run in evidence.performance_runs:
         benchmark = benchmark_of(run.benchmark, None) if run.benchmark else None
@@ -150,13 +151,12 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Outcome]:
         scenarios = {run.folder_scenario or run.figures.scenario for run in mine}
         wanted = benchmark.required.get("datacenter", ())
         missing = [choice.replace("|", " or ") for choice in wanted if not scenarios & set(choice.split("|"))]
-        tests = [path for name in VERIFIED for path in found[name]]
-        verified = any(_belongs(path, run.path, others, benchmark) for run in mine for path in tests)
+        verified = any(_belongs(folder, run.path, others, benchmark) for run in mine for folder in tested)
         if benchmark.compliance and not verified:
             missing.append(" and ".join(benchmark.compliance))
         if not evidence.systems:
             missing.append("systems/*.json")
-        bare = [run for run in mine if not any(_belongs(path, run.path, others) for path in found[USER_CONF])]
+        bare = [run for run in mine if not any(_belongs(folder, run.path, others) for folder in configured)]
         if bare:
             some = f" of {len(bare)} of {count_of(len(mine), 'run')}" if len(bare) < len(mine) else ""
             missing.append(f"{USER_CONF}{some}")
@@ -166,12 +166,11 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Outcome]:
         yield outcome(not missing, expected, shown_as, where, Severity.WARN)
 
 
-def _belongs(path: str, run: str, others: Iterable[str], benchmark: Benchmark | None = None) -> bool:
-    """Whether a file is about a run: next to it or below it, or above it and above no run of another benchmark.
+def _belongs(folder: str, run: str, others: Iterable[str], benchmark: Benchmark | None = None) -> bool:
+    """Whether files are about a run: next to it or below it, or above it and above no run of another benchmark.
 
-    With ``benchmark`` also a file below any folder of that name, as for compliance tests.
+    With ``benchmark`` also those below any folder of that name, as for compliance tests.
     """
-    folder = path.rpartition("/")[0]
     if benchmark is not None and any(benchmark_of(part, None) is benchmark for part in folder.split("/")):
         return True
     if f"{folder}/".startswith(f"{run}/"):

@@ -123,7 +123,7 @@ def _accuracy(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     except UnreadableError as error:
         yield from READABLE["endpoint"](path, Damage(None, str(error)))
         return
-    scores = list(accuracy_scores(values))
+    scores = accuracy_scores(values)
     counts = [mapping(score.get("response_counts")) for score in scores]
     lost = [f"{name} {shown(one[name])}" for one in counts for name in ("empty", "missing") if one.get(name)]
     samples = sum(int(number_at(score, "total_samples") or 0) for score in scores)

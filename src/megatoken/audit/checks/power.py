@@ -41,9 +41,8 @@ def power_of(tree: Tree, runs: Sequence[Run]) -> tuple[list[Power], list[Observa
     observations: list[Observation] = []
     by_path = {run.path: run for run in runs}
     timed = {path: run for path, run in by_path.items() if run.role is Role.PERFORMANCE}
-    for path in sorted(path for path in tree.files if path.rpartition("/")[2] == READINGS):
-        folder = path.rpartition("/")[0]
-        performance, run = folder.rpartition("/")[0], timed.get(display(folder))
+    for folder in tree.holding(READINGS):
+        path, performance, run = below(folder, READINGS), folder.rpartition("/")[0], timed.get(display(folder))
         if run is None:
             continue
         try:

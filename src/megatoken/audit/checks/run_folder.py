@@ -18,11 +18,11 @@ from megatoken.audit.evidence import Run, Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.audit.folder import LOG, LOGGED, TABLES, RunFolder
 from megatoken.errors import MegatokenError
-from megatoken.files import UnreadableError, display, mapping, plain, read_json_object
+from megatoken.files import UnreadableError, display, mapping, mappings, plain, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
 from megatoken.runs.run import CONFIG, ENVIRONMENT, MLPERF, REQUESTS, RESULT, SERIES, Verdict, read_run
 from megatoken.runs.seal import SEAL, SealState, seal_state
-from megatoken.text import count_of, natural
+from megatoken.text import count_of
 
 MOST_NAMED = 20  # files of a seal
 COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")  # of repeats
@@ -31,8 +31,7 @@ MOST_REPEATS = 1_000
 
 def run_folders_in(tree: Tree) -> list[str]:
     """Folders that look like run folders of megatoken."""
-    names = (path.removesuffix(RESULT) for path in tree.files if path == RESULT or path.endswith(f"/{RESULT}"))
-    return sorted((name.rstrip("/") for name in names if f"{name}{REQUESTS}" in tree.files), key=natural)
+    return [folder for folder in tree.holding(RESULT) if below(folder, REQUESTS) in tree.files]
 
 
 def lost_files_in(tree: Tree) -> dict[str, list[str]]:
@@ -75,8 +74,7 @@ def interruptions(tree: Tree, folders: Iterable[str]) -> dict[str, str]:
     for folder in folders:
         result = json_values(tree, below(folder, RESULT)) or {}  # run_folder.whole says what is wrong with it
         if result.get("verdict") == Verdict.INTERRUPTED:
-            reasons = result.get("reasons")
-            stated = [reason for reason in reasons if isinstance(reason, dict)] if isinstance(reasons, list) else []
+            stated = mappings(result.get("reasons"))
             why = "; ".join(f"{reason.get('code')} {reason.get('message')}" for reason in stated)
             why = why.removeprefix(f"{Verdict.INTERRUPTED} ")
             found[folder] = f"{Verdict.INTERRUPTED}: {shown(why or 'no reason given')}"
@@ -209,9 +207,8 @@ def _detail_log(tree: Tree, path: str) -> DetailLog | None:
 
 def check_seals(tree: Tree) -> Iterator[Observation]:
     """Every sealed folder, also one that lacks files without which it is no run folder."""
-    for file in sorted(tree.files):
-        if file == SEAL or file.endswith(f"/{SEAL}"):
-            yield from sealed(tree, file.removesuffix(SEAL).rstrip("/"))
+    for folder in tree.holding(SEAL):
+        yield from sealed(tree, folder)
 
 
 @check("run_folder.sealed", "The sealed files are unchanged", "A change after sealing is not what was measured.")
@@ -246,8 +243,8 @@ def _problems(state: SealState) -> Iterator[str]:
 @check("run_folder.repeats", "The summary of repeats follows from each of them", "A run may have been left out.")
 def check_repeats(tree: Tree) -> Iterator[Outcome]:
     """Every repeats.json."""
-    for path in sorted(path for path in tree.files if path.rpartition("/")[2] == REPEATS):
-        yield _repeats(tree, path.rpartition("/")[0], places(path))
+    for folder in tree.holding(REPEATS):
+        yield _repeats(tree, folder, places(below(folder, REPEATS)))
 
 
 def _repeats(tree: Tree, folder: str, where: tuple[Where, ...]) -> Outcome:
@@ -273,10 +270,8 @@ def _repeats(tree: Tree, folder: str, where: tuple[Where, ...]) -> Outcome:
 
 def _left_out(tree: Tree, folder: str, listed: set[str]) -> list[str]:
     """Finished runs of the same folder that the file does not list."""
-    start = below(folder, "") if folder else ""
-    present = {path.removeprefix(start).split("/")[0] for path in tree.files if path.startswith(start)}
-    paths = {name: below(folder, name) for name in sorted(present - listed)}
-    return [name for name, path in paths.items() if f"{path}/{RESULT}" in tree.files and _finished(tree.path(path))]
+    inside = [path.split("/")[-1] for path in tree.holding(RESULT) if path and path.rpartition("/")[0] == folder]
+    return [name for name in inside if name not in listed and _finished(tree.path(below(folder, name)))]
 
 
 def _finished(folder: Path) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatoken.audit.discovery import DIVISIONS, Tree, below
+from megatoken.audit.discovery import DIVISIONS, Tree, below, last_of
 from megatoken.audit.documents import json_document
 from megatoken.audit.evidence import System, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, parts, shown
@@ -18,7 +18,7 @@ from megatoken.mlperf.benchmarks import SCENARIOS, benchmark_of
 from megatoken.mlperf.compliance import compliance_file
 from megatoken.mlperf.endpoints_report import ACCURACY
 from megatoken.mlperf.rounds import rules
-from megatoken.mlperf.submission_layout import Key, Layout
+from megatoken.mlperf.submission_layout import Key, Layout, layout_of
 from megatoken.text import count_of
 
 MOST_FILE_BYTES = 50 * 2**20
@@ -68,7 +68,7 @@ def submissions_in(tree: Tree) -> list[Submission]:
     found: dict[str, Submission] = {}
     for folder in tree.folders | {""}:
         parts = [*above, *(folder.split("/") if folder else [])]
-        at = len(parts) - 1 - parts[::-1].index("results") if "results" in parts else -1
+        at = last_of(parts, "results") if "results" in parts else -1
         if at < max(2, len(above)) or parts[at - 2] not in DIVISIONS:
             continue
         path = "/".join(parts[len(above) : at])
@@ -83,25 +83,23 @@ def system_folders(submissions: Iterable[Submission]) -> list[str]:
     return [below(one.path, "systems") for one in submissions]
 
 
-def layout_version(tree: Tree, one: Submission, round: str | None) -> int:
-    """5 or 6, by where the runs are described, otherwise by the round."""
+def layout_in(tree: Tree, one: Submission, round: str | None) -> Layout:
+    """The layout, by where the runs are described, otherwise by the round."""
     if any(f"{folder}/measurements.json" in tree.files for folder in one.places.values()):
-        return 6
-    if below(one.path, "measurements") in tree.folders:
-        return 5
-    return 6 if round is None or round.startswith("v6") else 5
+        return Layout(6)
+    return Layout(5) if below(one.path, "measurements") in tree.folders else layout_of(round or "v6")
 
 
 def check_submission(
-    tree: Tree, one: Submission, systems: Sequence[System], version: int, *, ruled: bool = True
+    tree: Tree, one: Submission, systems: Sequence[System], layout: Layout, *, ruled: bool = True
 ) -> Iterator[Observation]:
-    """One submitter's results, in the layout of ``version`` 5 or 6; ``systems`` are all that were described.
+    """One submitter's results, in that layout; ``systems`` are all that were described.
 
     Where the rules of the round are not known (``ruled``), what only they demand is not checked.
     """
     mine = {system.name: system for system in systems if system.path.startswith(below(one.path, "systems/"))}
     scenarios: dict[tuple[str, str], list[str]] = defaultdict(list)
-    layout = Layout(version)
+    version = layout.version
     for key, folder in sorted(one.results.items()):
         scenarios[key[:2]].append(key.scenario)
         yield from scenario_name(key.scenario, folder)
@@ -121,7 +119,7 @@ def check_submission(
     for system in (system for name, system in mine.items() if name in one.systems):
         yield from network(one, system)
         yield from owner(one, system)
-    yield from code(tree, one, version)
+    yield from code(tree, one, layout)
     if ruled:
         for (system_name, benchmark), names in scenarios.items():
             yield from required_scenarios(one, system_name, benchmark, names, mine.get(system_name))
@@ -320,8 +318,8 @@ def required_scenarios(
 
 
 @check("submission.code", "The code is there", "It shows how to repeat the run.")
-def code(tree: Tree, one: Submission, version: int) -> Outcome:
-    folder = below(one.path, Layout(version).code("").rstrip("/"))
+def code(tree: Tree, one: Submission, layout: Layout) -> Outcome:
+    folder = below(one.path, layout.code("").rstrip("/"))
     there = folder in tree.folders or folder in tree.folder_links
     return outcome(there, f"a folder {folder.rpartition('/')[2]}", folder if there else "none", places(folder))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megatoken.audit.documents import USER_CONF
 from megatoken.audit.evidence import Configuration, Run, System, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
 from megatoken.mlperf.rounds import load_csv, rules
@@ -225,7 +226,7 @@ def _first_gb(system: System, key: str) -> float | None:
 
 @check("configuration.rate", "The configured rate is the one that ran", "Another configuration made these logs.")
 def configured_rate(configuration: Configuration, runs: Sequence[Run]) -> Iterator[Outcome]:
-    if configuration.path.rpartition("/")[2] == "user.conf":
+    if configuration.path.rpartition("/")[2] == USER_CONF:
         return  # compared with the log of each run, with its other settings
     for key, scenario in _RATES.items():
         wanted = configuration.values.get(key)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.errors import UsageError
-from megatoken.files import UnreadableError, mapping, read_json_object
+from megatoken.files import UnreadableError, mappings, read_json_object
 from megatoken.text import is_number
 
 TABLE = Path(__file__).parents[2] / "data" / "qualify_references.csv"
@@ -81,11 +81,7 @@ def read_baseline(path: Path, device: str) -> dict[tuple[str, str], Earlier]:
         raise UsageError(f"--baseline {path}: is about {other}, this is {device}; give one of this machine")
     return {
         (str(value.get("name")), str(value.get("unit"))): Earlier(value["median"], value["spread"])
-        for test in _objects(document.get("tests"))
-        for value in _objects(test.get("values"))
+        for test in mappings(document.get("tests"))
+        for value in mappings(test.get("values"))
         if is_number(value.get("median")) and is_number(value.get("spread"))
     }
-
-
-def _objects(listed: Any) -> list[Mapping[str, Any]]:
-    return [mapping(one) for one in listed] if isinstance(listed, list) else []

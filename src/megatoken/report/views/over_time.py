@@ -9,6 +9,7 @@ import numpy as np
 
 from megatoken.analysis.series import gpu_errors, numbers, tokens_from_start, totals_over_time
 from megatoken.analysis.statistics import Samples
+from megatoken.files import mapping, mappings
 from megatoken.hardware.nvml import HARMFUL_REASONS, words_of
 from megatoken.report.blocks import Figure
 from megatoken.report.curves import FAR_LIMIT, level, panels_chart, rate, stairs, time_chart
@@ -114,10 +115,10 @@ def _latency_panels(samples: Samples, limits: Sequence[Limits], *, offline: bool
 
 def events(result: Mapping[str, Any]) -> Iterator[Mark]:
     """What happened to the run, as marks on the axis of time: replicas lost and joined, a soak that went on later."""
-    rack, stops = result.get("rack"), _records(result.get("soak"), "interruptions")
+    rack, stops = mapping(result.get("rack")), mappings(mapping(result.get("soak")).get("interruptions"))
     happened = [
-        *((one, f"{one.get('node')} lost") for one in _records(rack, "lost")),
-        *((one, f"{one.get('node')} joined") for one in _records(rack, "joined")),
+        *((one, f"{one.get('node')} lost") for one in mappings(rack.get("lost"))),
+        *((one, f"{one.get('node')} joined") for one in mappings(rack.get("joined"))),
         *((one, f"stopped, resumed after {number(one.get('gap_seconds'))} s") for one in stops),
     ]
     for one, name in happened:
@@ -146,11 +147,6 @@ def hardware_events(series: pa.Table) -> list[Mark]:
         began.setdefault(f"{error['kind']}, {error['replica']}", error["begins_seconds"])
     first = sorted(began.items(), key=lambda item: item[1])[:MOST_EVENTS]
     return [Mark(f"{name} from {number(at)} s", at, upright=True, event=True) for name, at in first]
-
-
-def _records(part: object, name: str) -> list[Mapping[str, Any]]:
-    records = part.get(name) if isinstance(part, Mapping) else None
-    return [one for one in records if isinstance(one, Mapping)] if isinstance(records, list) else []
 
 
 def _nodes(series: pa.Table) -> Iterator[Figure]:
