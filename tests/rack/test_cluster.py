@@ -88,27 +88,55 @@ def test_an_address_that_is_stale_costs_seconds(
     assert len(notes) == 1
 
 
-def test_a_head_whose_node_is_dead_is_refused_at_once(left_behind: Path) -> None:
-    """The head still answers, and Ray itself would wait for a minute."""
+def test_nodes_of_a_head_that_answers_stop_and_die(left_behind: Path) -> None:
+    """Ray itself would wait for a minute."""
     with ray_nodes() as nodes:
-        raylets = [one for one in psutil.Process(nodes.process_id).children(True) if one.name() == "raylet"]
-        assert len(raylets) == 2
+        head, other = (one for one in psutil.Process(nodes.process_id).children(True) if one.name() == "raylet")
+        assert any("--head" in word for word in head.cmdline())
         assert address.find_cluster(nodes.address, print) == nodes.address
-        gone = f"no node of the Ray cluster at {nodes.address}"
-        how = f"start one with: RAY_AUTH_MODE=token ray start --address={nodes.address}, or give --rack auto"
         left_behind.write_text(nodes.address)
-        for end, state in ((signal.SIGSTOP, psutil.STATUS_STOPPED), (signal.SIGKILL, psutil.STATUS_ZOMBIE)):
-            for raylet in raylets:
-                raylet.send_signal(end)
-            while {one.status() for one in raylets} != {state}:
-                time.sleep(0.01)
-            assert address.answers(nodes.address)
-            with pytest.raises(UsageError) as caught:
-                Cluster(nodes.address, note=print)
-            assert str(caught.value) == f"{gone} runs on this machine; {how}"
-            notes: list[str] = []
-            assert address.find_cluster("auto", notes.append) is None
-            assert notes == [f"{gone} (from {left_behind}) runs here; using this machine alone"]
+        for raylet in (head, other):
+            raylet.send_signal(signal.SIGSTOP)
+        no_node_is_found([head, other], psutil.STATUS_STOPPED, nodes.address, left_behind)
+        other.send_signal(signal.SIGCONT)
+        head.kill()
+        no_run_starts(nodes)
+        other.kill()
+        no_node_is_found([head, other], psutil.STATUS_ZOMBIE, nodes.address, left_behind)
+
+
+def no_node_is_found(raylets: list[psutil.Process], state: str, at: str, left_behind: Path) -> None:
+    """A command refuses the head at once when its nodes are in that state."""
+    while {one.status() for one in raylets} != {state}:
+        time.sleep(0.01)
+    assert address.answers(at)
+    gone = f"no node of the Ray cluster at {at}"
+    how = f"start one with: RAY_AUTH_MODE=token ray start --address={at}, or give --rack auto"
+    with pytest.raises(UsageError) as caught:
+        Cluster(at, note=print)
+    assert str(caught.value) == f"{gone} runs on this machine; {how}"
+    notes: list[str] = []
+    assert address.find_cluster("auto", notes.append) is None
+    assert notes == [f"{gone} (from {left_behind}) runs here; using this machine alone"]
+
+
+def no_run_starts(nodes: RayNodes) -> None:
+    """The head's node is dead, another on this machine lives, Ray has most likely not noticed: that is no traceback."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatoken", "run", "--rack", nodes.address, "--samples", "1", "--warm-up", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=nodes.folder,
+        env=environment(nodes.folder),
+    ) as driver:
+        _, messages = driver.communicate(timeout=PATIENCE_SECONDS)
+    assert "Traceback" not in messages
+    last = messages.splitlines()[-1]
+    if driver.returncode == 1:  # the death was noticed between looking for room and taking it
+        assert last.startswith("megatoken: ") and ": no room for " in last, messages
+    elif driver.returncode:
+        assert driver.returncode == 2, messages
+        assert last.startswith("megatoken: the Ray cluster starts nothing, so a node seems dead; ")
 
 
 @pytest.mark.parametrize(
@@ -130,30 +158,6 @@ def test_a_token_that_one_side_alone_has_is_refused_at_once(
         with pytest.raises(UsageError) as caught:
             Cluster(nodes.address, note=print)
         assert str(caught.value).startswith(f"the Ray cluster at {nodes.address} {message}")
-
-
-def test_a_cluster_that_starts_nothing_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its head's node is dead, another on this machine lives, and Ray has most likely not noticed."""
-    with ray_nodes() as nodes:
-        head, *_ = (one for one in psutil.Process(nodes.process_id).children(True) if one.name() == "raylet")
-        assert any("--head" in word for word in head.cmdline())
-        head.kill()
-        for name, value in environment(nodes.folder).items():
-            monkeypatch.setenv(name, value)
-        with subprocess.Popen(
-            [sys.executable, "-m", "megatoken", "run", "--rack", nodes.address, "--samples", "1", "--warm-up", "0"],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=nodes.folder,
-        ) as driver:
-            _, messages = driver.communicate(timeout=PATIENCE_SECONDS)
-        assert "Traceback" not in messages
-        last = messages.splitlines()[-1]
-        if driver.returncode == 1:  # the death was noticed between looking for room and taking it
-            assert last.startswith("megatoken: ") and ": no room for " in last, messages
-        elif driver.returncode:
-            assert driver.returncode == 2, messages
-            assert last.startswith("megatoken: the Ray cluster starts nothing, so a node seems dead; ")
 
 
 SPEC = WorkerSpec("tiny", True, 0, {"precision": "bf16"}, None, False, False, 1.0, 1.0, "")
