@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from megatoken.accuracy.gate import Gate, Judgement
 from megatoken.analysis.machine import utc_text
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
+from megatoken.engine.process_memory import collect_garbage_rarely
 from megatoken.hardware.host_sensors import PowerMeter
 from megatoken.hardware.inventory import peak_memory_bytes
 from megatoken.harness.client_capacity import measure_client_capacity
@@ -79,8 +79,7 @@ class TestSession:
         Returns:
             The session, what to ask of LoadGen, and the samples per second to offer.
         """
-        gc.collect()
-        gc.freeze()  # a collection during the run then walks only the objects that the run has made
+        collect_garbage_rarely()
         text = None
         if config.text and tokenizer is not None:
             progress.stage("making the text of every prompt")

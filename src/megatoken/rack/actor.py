@@ -54,8 +54,10 @@ class WorkerActor:
 
     def serve(self, host: str, port: int, key: bytes, number: int) -> None:
         """Serves the driver until it ends or is lost; then this process ends."""
+        from megatoken.engine.process_memory import collect_garbage_rarely
         from megatoken.rack.worker import Worker
 
+        collect_garbage_rarely()
         try:
             worker = Worker(self._engines, number, self._spec)
             worker.serve((host, port), key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,7 @@ class WorkerSpec:
     server: str = ""  # settings of a server whose replicas these are, as JSON
 
 
-@dataclass(frozen=True, slots=True)
-class SampleEvent:
+class SampleEvent(NamedTuple):
     """New tokens of one sample; ``time_ns`` is ``time.monotonic_ns()`` when they were seen.
 
     ``finish_reason`` is set on the last event of a sample and only there. ``started_ns``, on the first event, is when

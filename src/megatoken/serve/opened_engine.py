@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import ModelConfig, model_folder
+from megatoken.engine.process_memory import collect_garbage_rarely
 from megatoken.engine.request import Request, check_options
 from megatoken.engine.runner_protocol import RecordedSteps
 from megatoken.engine.thread import Step
@@ -68,8 +68,7 @@ def share_engine(options: ServeConfig, engine: Engine, on_step: Callable[[Step],
     memory.check_answers()
     sizes = EngineSizes(memory.max_sequences, memory.max_batched_tokens, memory.cache_tokens, memory.page_size)
     model = _served(options, engine.model_config, memory.max_length)
-    gc.collect()
-    gc.freeze()  # libraries and model: a collection during a step need not walk them
+    collect_garbage_rarely()
     thread = EngineThread(engine, on_step)
 
     def close() -> None:

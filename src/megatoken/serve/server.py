@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
 import re
 import socket
@@ -11,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 
+from megatoken.engine.process_memory import collect_garbage_rarely
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError
 from megatoken.serve.access_log import AccessLog
@@ -199,8 +199,7 @@ class Server:
         self._keep(asyncio.ensure_future(self.api.start()))
         if not self._ready:
             self._ready = True
-            gc.collect()
-            gc.freeze()  # what start-up made stays; the collector need not walk it
+            collect_garbage_rarely()
             self._control.send({"ready": True})
 
     async def run(self) -> None:

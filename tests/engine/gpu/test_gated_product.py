@@ -44,7 +44,7 @@ def test_equals_both_products_and_the_activation(tokens: int, features: int, dep
     gate, up = (x.float() @ weight.float().t() * (scales[0] * scales[1])).chunk(2, dim=1)
     exact = (torch.nn.functional.silu(gate) * up / scales[2]).clamp(-E4M3_MAX, E4M3_MAX)
     out = gated_product(x, packed(weight), *scales, cluster)
-    # Half a step of e4m3 for the rounding; fast accumulation cuts each of depth / 32 sums off, the up is at most about 4.
+    # Half a step of e4m3 for the rounding; fast sums cut off each of depth / 32 sums; an up is about 4 at most.
     lost = 4 * depth / 32 * 2**-14
     assert ((out.float() - exact).abs() <= exact.abs() / 15 + lost / scales[2]).all()
     assert ((out.float() - exact).abs().mean() / exact.abs().mean()) < 0.04

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import select
 import socket
@@ -14,6 +13,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from megatoken.engine.process_memory import collect_garbage_rarely
 from megatoken.framing import FrameReader, read_settings
 from megatoken.hardware.core_wait import CoreWait
 from megatoken.targets.endpoint import wire
@@ -408,8 +408,7 @@ def main() -> None:
     import uvloop
 
     parent, settings = read_settings(ClientSettings)
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)  # a collection would delay the times of what arrives meanwhile
+    collect_garbage_rarely()
     uvloop.run(Client(settings, parent).run())
 
 
