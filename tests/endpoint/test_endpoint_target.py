@@ -89,6 +89,19 @@ def test_times_are_those_at_which_the_server_sent(server: Server) -> None:
     assert last[0].input_tokens == 3 and last[0].finish_reason == "length"
 
 
+def test_tokens_of_answers_under_way_are_counted_and_none_twice(server: Server) -> None:
+    with connected(server.url) as target:
+        (request,) = prompts("ok", tokens=150)  # 3 s; a client process reports every second
+        target.submit(0, request)
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while not (seen := target.state().output_tokens):
+            assert time.monotonic() < deadline
+            target.poll(0.1)
+        assert target.state().in_flight == 1 and seen < 150
+        ends(target)
+        assert target.state().output_tokens == 150
+
+
 FAULTS = {
     "hang": "no whole answer in 6 s",
     "error": "HTTP 500: the engine has failed",

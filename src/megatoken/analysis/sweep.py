@@ -15,7 +15,7 @@ from megatoken.analysis.machine import accelerator_name, contentions, simulated_
 from megatoken.analysis.repeats import interval, shared_notes, worst_verdict
 from megatoken.analysis.seen_tokens import STALL_RULE
 from megatoken.analysis.statistics import PERCENTILE_METHOD
-from megatoken.analysis.sweep_point import STEADY_RULE, parts_of, point_figures
+from megatoken.analysis.sweep_point import OVERLOADED_RULE, STEADY_RULE, parts_of, point_figures
 from megatoken.errors import UsageError
 from megatoken.files import new_document
 from megatoken.runs.run import Run
@@ -112,6 +112,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
         ),
         rules={
             "steady": STEADY_RULE,
+            "overloaded": OVERLOADED_RULE,
             **({} if kind == "stages" else {"knee": KNEE_RULE, "within_limits": WITHIN_RULE}),
             "stall": STALL_RULE,
             **({"isolation": ISOLATION_RULE} if shared else {}),

@@ -30,6 +30,10 @@ TREND_SHARE = 0.1  # of the rate, from the first to the last moment of the windo
 MOST_BUCKETS = 6
 TIMELINE_SPANS = 24
 LONGEST_STEP_SECONDS = 1.0  # by which the end of a window may be noticed late, or early by rounding
+OVERLOADED_RULE = (
+    f"the requests under way grew by more than {100 * BACKLOG_SHARE:g} % of those due and {BACKLOG_DEVIATIONS:g} times"
+    " their square root; closed loops cannot be"
+)
 STEADY_RULE = (
     f"the output rates of {SPANS} spans of the window have no trend (Theil-Sen, 99 % confidence) that changes the rate"
     f" by more than {100 * TREND_SHARE:g} % over the window, and in an open loop the requests under way do not grow by"

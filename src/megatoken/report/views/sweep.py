@@ -60,6 +60,7 @@ LATENCIES = {
 }
 TITLES = {
     "steady": "Steady",
+    "overloaded": "Overloaded",
     "knee": "Knee",
     "within_limits": "Within the limits",
     "stall": "Stall",

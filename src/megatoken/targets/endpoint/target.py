@@ -48,6 +48,7 @@ class _Sample:
     endpoint: int = -1
     worker: int = -1
     moved: bool = False
+    seen_tokens: int = 0  # of the answer under way, which the endpoint's count has already
 
 
 @dataclass(slots=True)
@@ -350,6 +351,8 @@ class EndpointTarget:
                 )
             )
         elif kind == wire.PROGRESS:
+            end.output_tokens += fields[2] - sample.seen_tokens
+            sample.seen_tokens = fields[2]
             events.append(SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), output_tokens=fields[2]))
         elif kind == wire.END:
             self._release(ticket, sample)
@@ -428,6 +431,8 @@ class EndpointTarget:
     def _release(self, ticket: int, sample: _Sample) -> None:
         del self._open[ticket]
         self._endpoints[sample.endpoint].in_flight -= 1
+        self._endpoints[sample.endpoint].output_tokens -= sample.seen_tokens
+        sample.seen_tokens = 0
         self._workers[sample.worker].in_flight -= 1
 
     def _reading(self, at: int, end: _Endpoint) -> ReplicaReading:
