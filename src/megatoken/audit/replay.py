@@ -110,7 +110,7 @@ def _asked(run: Run, log: DetailLog) -> dict[str, Any]:
         return in_seconds(log.number(key), per_unit) if arriving else None
 
     return {
-        "seeds": {name: log.get(f"effective_{name}_rng_seed") for name in ("qsl", "sample_index", "schedule")},
+        "seeds": log.seeds._asdict(),
         "offered_samples_per_second": of_server("effective_target_qps", 1.0),
         "ttft_limit_seconds": of_server("requested_server_ttft_latency", 1e9),
         "tpot_limit_seconds": of_server("requested_server_tpot_latency", 1e9),

@@ -113,7 +113,7 @@ class RunView:
     @property
     def seeds(self) -> tuple[object, ...]:
         """The three seeds that the run used."""
-        return tuple(self.detail.get(f"effective_{name}_rng_seed") for name in ("qsl", "sample_index", "schedule"))
+        return self.detail.seeds
 
     @property
     def ran_seconds(self) -> float | None:

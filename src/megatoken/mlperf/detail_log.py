@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megatoken.errors import StorageError
 from megatoken.files import Damage, UnreadableError, encoding_problem, open_regular, parse_json
+from megatoken.mlperf.rounds import Seeds
 
 DETAIL_LOG = "mlperf_log_detail.txt"
 ABANDONED = "ABANDONED.txt"  # next to the logs of a run of megatoken that was interrupted
@@ -30,6 +31,7 @@ MOST_DAMAGES = 2_000_000  # a file with more is not a log, and lines of one byte
 MOST_RESTYLED = 1_000  # lines in another spelling that are parsed; a log with more is no longer LoadGen's
 _KEY_BYTES = 30
 LIBRARY_SET = "loaded_qsl_set"
+SEED_KEYS = tuple(f"effective_{name}_rng_seed" for name in Seeds._fields)
 COMMON_SETTINGS = (
     *("qsl_rng_seed", "sample_index_rng_seed", "schedule_rng_seed", "accuracy_log_rng_seed"),
     *("accuracy_log_probability", "accuracy_log_sampling_target", "print_timestamps", "performance_issue_unique"),
@@ -111,6 +113,11 @@ class DetailLog:
         """The value of ``key`` if it is text, else None."""
         value = self.get(key)
         return value if isinstance(value, str) else None
+
+    @property
+    def seeds(self) -> Seeds:
+        """The seeds that the run used; None for each that the log does not say."""
+        return Seeds(*map(self.get, SEED_KEYS))
 
     def library_set(self) -> NDArray[np.int64] | None:
         """``loaded_qsl_set`` [rows]: rows of the data set in the order in which LoadGen drew them."""

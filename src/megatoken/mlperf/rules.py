@@ -191,9 +191,8 @@ def _duration_and_samples(round_: Round, log: DetailLog, observed: Observed) -> 
 
 
 def _seeds(round_: Round, log: DetailLog) -> Iterator[Shortfall]:
-    seeds = Seeds(*(log.get(f"effective_{name}_rng_seed") for name in Seeds._fields))
-    if not official_seeds(round_of_seeds(seeds), round_.name):
-        yield shortfall("SEEDS", str(seeds), str(round_.seeds), round=round_.name)
+    if not official_seeds(round_of_seeds(log.seeds), round_.name):
+        yield shortfall("SEEDS", str(log.seeds), str(round_.seeds), round=round_.name)
 
 
 def _equal_issue(log: DetailLog, observed: Observed) -> Iterator[Shortfall]:

@@ -94,7 +94,7 @@ def run_figures(log: DetailLog) -> RunFigures:
 
 def round_of(log: DetailLog) -> str | None:
     """The round whose seeds the log used; None if no round has them."""
-    return round_of_seeds([log.get(f"effective_{name}_rng_seed") for name in ("qsl", "sample_index", "schedule")])
+    return round_of_seeds(log.seeds)
 
 
 def power_times(log: DetailLog) -> tuple[datetime | None, datetime | None]:

@@ -12,6 +12,7 @@ from megatoken.audit.view import RunView
 from megatoken.mlperf import rules
 from megatoken.mlperf.benchmarks import Benchmark, benchmarks
 from megatoken.mlperf.constraints import SIX_DIGITS
+from megatoken.mlperf.detail_log import SEED_KEYS
 from megatoken.mlperf.rounds import round_seeds, ruled_rounds
 from megatoken.mlperf.rules import Ruling
 from megatoken.mlperf.run_figures import whole
@@ -94,8 +95,7 @@ def seeds(run: Subject) -> Outcome:
     mine, wanted = run.figures.round, run.round
     official = f"{wanted}: {', '.join(map(str, round_seeds()[wanted]))}" if wanted else "a round"
     found = f"those of {mine}" if mine else shown(", ".join(map(str, run.seeds)))
-    keys = [f"effective_{name}_rng_seed" for name in ("qsl", "sample_index", "schedule")]
-    where = run.at(*keys, "scheduler_random_seed", "dataloader_random_seed")
+    where = run.at(*SEED_KEYS, "scheduler_random_seed", "dataloader_random_seed")
     return outcome(rules.official_seeds(mine, wanted), f"the seeds of {official}", found, where, run.unmet)
 
 
