@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import time
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ class Lingering(QueueingTarget):
                 self.kept = event
         now_ns = time.monotonic_ns()
         if self.kept is not None and now_ns > self.kept.time_ns + 3_000_000_000:
-            events.append(replace(self.kept, time_ns=now_ns))
+            events.append(self.kept._replace(time_ns=now_ns))
             self.kept = None
         return [event for event in events if event is not self.kept]
 
