@@ -239,6 +239,21 @@ def test_the_plan_counts_what_windows_hold() -> None:
     assert whole.window_pages == 0
 
 
+def test_many_sequences_do_not_crowd_out_the_layers_that_see_everything() -> None:
+    """Unless they are asked for."""
+    available, page = 149_557_477_376, 2 * 8 * 64 * 32 * 18
+    plan, asked = (
+        plan_memory_of(
+            SHAPES["gpt-oss-120b"], EngineConfig("fp8", max_batched_tokens=4096, max_sequences=most), "cuda", available
+        )
+        for most in (None, 3072)
+    )
+    assert plan.window_pages * page == pytest.approx(plan.cache_bytes / 4, rel=0.01)
+    assert plan.window_pages == most_window_pages(128, 32, plan.max_sequences, 4096)
+    assert asked.max_sequences == 3072
+    assert plan.cache_tokens > 1.4 * asked.cache_tokens
+
+
 def test_few_pages_are_shared_by_all_layers(gpt_oss: tuple[Path, PreTrainedModel]) -> None:
     """Windows of 6 slots may need more pages than the cache has."""
     assert make_engine(gpt_oss[0], **{**SIZES, "max_batched_tokens": 24}).memory_plan.window_pages == 0

@@ -9,7 +9,7 @@ from megatoken.engine.config import EngineConfig, ModelConfig, sharded
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES
 from megatoken.engine.scheduler import Scheduler
 from megatoken.engine.schemes import LinearScheme, scheme_of
-from megatoken.engine.window_pages import most_window_pages
+from megatoken.engine.window_pages import most_window_pages, sequences_of_window_pages
 from megatoken.errors import CapacityError, ConfigError
 
 PARTIAL_RESULTS = 8192
@@ -31,6 +31,9 @@ GRAPH_CHUNKS = 8
 """Sizes that steps recorded as CUDA graphs are padded to, and most prompts in one."""
 LAUNCH_SECONDS_PER_LAYER = 4e-4
 """Time of the host for about eleven launches."""
+WINDOWS_SHARE = 0.25
+"""Most of the cache that windows' pages take where ``max_sequences`` is not given: each sequence has its own, whether
+it comes or not, and 3,072 of gpt-oss-120b would leave half of one H200's cache to the layers that see all keys."""
 GRAPH_LAYER_BYTES = 8_000_000
 """GPU memory that the driver keeps of all recorded graphs, for each layer; 4.9 MB were measured."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
@@ -208,6 +211,10 @@ def plan_memory_of(
         available //= config.tensor_parallel
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
     step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
+
+    if window and on_gpu and config.max_sequences is None:
+        most = int(WINDOWS_SHARE * max(0, available - weights - step - process)) // window_page
+        max_sequences = min(max_sequences, sequences_of_window_pages(most, window, page_size, max_batched_tokens))
 
     def cache_bytes(pages: int, window_pages: int) -> int:
         if not window_pages:

@@ -23,8 +23,17 @@ def most_window_pages(window: int, page_size: int, max_sequences: int, max_batch
     Between steps a sequence holds the pages of the ``window - 1`` keys that its next token sees, which may begin
     anywhere in a page. In a step its n tokens begin at most one page and one for each ``page_size`` tokens more.
     """
-    held = 1 - (2 - window) // page_size
-    return max_sequences * (held + 1) + max_batched_tokens // page_size
+    return max_sequences * _of_sequence(window, page_size) + max_batched_tokens // page_size
+
+
+def sequences_of_window_pages(pages: int, window: int, page_size: int, max_batched_tokens: int) -> int:
+    """The most sequences for which ``pages`` are enough, at least one."""
+    return max(1, (pages - max_batched_tokens // page_size) // _of_sequence(window, page_size))
+
+
+def _of_sequence(window: int, page_size: int) -> int:
+    """Pages of a sequence that computes one token."""
+    return 2 - (2 - window) // page_size
 
 
 class WindowPages:
