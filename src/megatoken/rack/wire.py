@@ -69,7 +69,7 @@ NUMBER = struct.Struct("<q")
 class First(NamedTuple):
     """The first token of a sample, as soon as it is known; times are the worker's ``time.monotonic_ns()``."""
 
-    ticket: int
+    ticket: int  # the driver's number of one try of a sample, see ``hub``
     token: int
     started_ns: int
 
