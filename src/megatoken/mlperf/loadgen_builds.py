@@ -79,14 +79,20 @@ def version_number(version: str | None) -> tuple[int, ...]:
 
 def is_known_version(version: str | None) -> bool:
     """Whether the version lies between the oldest and the newest release whose sources are known."""
-    number = version_number(version)
-    known = [version_number(build.version) for build in builds()]
-    return min(known) <= number <= max(known)
+    oldest, newest = _known_versions()
+    return oldest <= version_number(version) <= newest
 
 
 def is_older(version: str | None) -> bool:
     """Whether the version is older than all whose sources are known: what follows from those does not apply to it."""
-    return () < version_number(version) < min(version_number(build.version) for build in builds())
+    return () < version_number(version) < _known_versions()[0]
+
+
+@cache
+def _known_versions() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The oldest and the newest release whose sources are known."""
+    known = [version_number(build.version) for build in builds()]
+    return min(known), max(known)
 
 
 @cache
@@ -129,10 +135,11 @@ def _written_by_release(log: DetailLog, key: str) -> bool | None:
     return None if lines is None else key in lines
 
 
-def summary_rows(scenario: str | None) -> list[Mapping[str, str]]:
+@cache
+def summary_rows(scenario: str | None) -> tuple[Mapping[str, str], ...]:
     """The labelled lines of the summary in this scenario, in order: label, key of the detail log, required."""
     rows = load_csv("loadgen_summary_labels.csv")
-    return [row for row in rows if not row["scenarios"] or (scenario or "") in row["scenarios"].split()]
+    return tuple(row for row in rows if not row["scenarios"] or (scenario or "") in row["scenarios"].split())
 
 
 def usual_label(label: str) -> str:
@@ -146,4 +153,5 @@ def key_of_label(label: str, scenario: str | None) -> str | None:
         first_token, percent = "first_token_" if found.group(2) else "", f"{float(found.group(1)):.2f}"
         per_query = "per_query_" if scenario == "MultiStream" and not first_token else ""
         return f"result_{first_token}{percent}_percentile_{per_query}latency_ns"
-    return next((row["key"] for row in summary_rows(scenario) if row["label"] == usual_label(label)), None)
+    usual = usual_label(label)
+    return next((row["key"] for row in summary_rows(scenario) if row["label"] == usual), None)

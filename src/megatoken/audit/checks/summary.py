@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Outcome, Severity, check, free_of, listed, outcome, shown
@@ -113,8 +113,8 @@ def lines(run: RunView) -> Outcome | None:
     labels = [usual_label(item.label) for item in log.fields]
     allowed = [row["label"] for row in rows]
     often = {label for label in labels if labels.count(label) > max(1, allowed.count(label))}
-    doubled = sorted({item.label for item in log.fields if usual_label(item.label) in often})
-    moved = _moved(log, allowed) if scenario != "MultiStream" else None  # it prints some latencies twice
+    doubled = sorted({item.label for item, label in zip(log.fields, labels, strict=True) if label in often})
+    moved = _moved(log, labels, allowed) if scenario != "MultiStream" else None  # it prints some latencies twice
     missing = _missing(run, log, rows, labels)
     problems = []
     if 0 < log.carriage_returns < log.lines:
@@ -131,11 +131,11 @@ def lines(run: RunView) -> Outcome | None:
     return free_of(problems, expected, f"{log.lines} lines", tuple(where) or (Where(_path(run)),), severity)
 
 
-def _moved(log: SummaryLog, order: list[str]) -> SummaryField | None:
+def _moved(log: SummaryLog, labels: list[str], order: list[str]) -> SummaryField | None:
     """The first field that stands after one that LoadGen prints later."""
     rank = 0
-    for item in log.fields:
-        places = [place for place, label in enumerate(order) if label == usual_label(item.label)]
+    for item, label in zip(log.fields, labels, strict=True):
+        places = [place for place, allowed in enumerate(order) if allowed == label]
         later = [place for place in places if place >= rank]
         if places and not later:
             return item
@@ -143,7 +143,7 @@ def _moved(log: SummaryLog, order: list[str]) -> SummaryField | None:
     return None
 
 
-def _missing(run: RunView, log: SummaryLog, rows: list[Mapping[str, str]], labels: list[str]) -> list[str]:
+def _missing(run: RunView, log: SummaryLog, rows: Sequence[Mapping[str, str]], labels: list[str]) -> list[str]:
     """Headings, rulers, labels and the warning that every summary of this run has."""
     detail = run.detail
     tokens = "with tokens" if detail.get("requested_use_token_latencies") is True else "without tokens"
