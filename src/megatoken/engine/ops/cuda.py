@@ -1,4 +1,4 @@
-"""The GPU back end: products through cuBLASLt, everything between them in Triton kernels.
+"""The GPU back end: products through cuBLASLt, everything between them in Triton kernels, and on Hopper one in CUDA.
 
 Linears know their number formats (``cuda_linear``, ``cuda_fp8``). An operation that computes the input of a linear gets
 that linear as its consumer and writes the format that it takes, so that quantising needs no pass of its own.
