@@ -1,15 +1,19 @@
-"""Two groups of requests in a simulated engine: what a flood of long prompts does to the latencies of the other one.
+"""Two groups of requests in one engine: what a flood of long prompts does to the latencies of the other one.
 
     python benchmarks/fair_groups.py --shape llama3.1-8b --seconds 8 --slowdown 1.15
+    python benchmarks/fair_groups.py --cpu --shape tiny --seconds 20
 
 The steady group sends short requests at a tenth of the engine's capacity, at random moments. Time is the cost model's,
-so the figures are predictions for that GPU, and the same on every machine. ``benchmarks/serve_two_keys.py`` measures.
+so the figures are predictions for that GPU, and the same on every machine. With ``--cpu`` a real engine runs on one
+thread, and time is the processor time of that thread, so that other work on the machine hardly matters.
+``benchmarks/serve_two_keys.py`` measures a whole server.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -30,24 +34,41 @@ def request(lengths: tuple[int, int], group: str) -> Request:
     return Request([5] * prompt, answer, ignore_end_token=True, group=group)
 
 
-def engine_of(shape: str, slowdown: float | None) -> tuple[Engine, VirtualClock]:
-    """A simulated H200 and its clock."""
+class ThreadClock:
+    """Processor time of this thread, and the time for which it had nothing to do."""
+
+    def __init__(self) -> None:
+        self._idle = -time.thread_time()
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.thread_time() + self._idle
+
+    def wait_until(self, moment: float) -> None:
+        """Skip the time until then."""
+        self._idle += max(0.0, moment - self.now())
+
+
+def engine_of(shape: str, slowdown: float | None, *, cpu: bool) -> tuple[Engine, VirtualClock | ThreadClock]:
+    """A simulated H200, or this machine's processor, and its clock."""
+    if cpu:
+        engine = Engine(shape, EngineConfig(precision="fp32", threads=1, fair_slowdown=slowdown), random_weights=True)
+        engine.generate([request(STEADY, "")])
+        return engine, ThreadClock()
     clock = VirtualClock()
     return Engine.simulated(shape, EngineConfig(precision="fp8", fair_slowdown=slowdown), "H200", clock), clock
 
 
-def capacity(shape: str) -> float:
+def capacity(engine: Engine, clock: VirtualClock | ThreadClock) -> float:
     """Requests of the steady kind that the engine answers per second."""
-    engine, clock = engine_of(shape, None)
     engine.generate([request(STEADY, "") for _ in range(CAPACITY_REQUESTS)])
     return CAPACITY_REQUESTS / clock.now()
 
 
 def measure(
-    shape: str, seconds: float, rate: float, *, flood: bool, groups: bool, slowdown: float | None
+    engine: Engine, clock: VirtualClock | ThreadClock, seconds: float, rate: float, *, flood: bool, groups: bool
 ) -> dict[str, Any]:
     """Latencies of the steady requests in seconds, and whole answers of the flood per second."""
-    engine, clock = engine_of(shape, slowdown)
     arrivals = np.cumsum(np.random.default_rng(1).exponential(1 / rate, round(3 * seconds * rate) + 10))
     sent: dict[int, float] = {}
     last: dict[int, float] = {}
@@ -88,19 +109,25 @@ def main() -> None:
     parser.add_argument("--shape", default="llama3.1-8b")
     parser.add_argument("--seconds", type=float, default=8.0, help="simulated, of each part")
     parser.add_argument("--slowdown", type=float, default=EngineConfig().fair_slowdown)
+    parser.add_argument("--cpu", action="store_true", help="a real engine on one thread of this machine")
     options = parser.parse_args()
-    rate = SHARE * capacity(options.shape)
+    shape, cpu = options.shape, options.cpu
+    rate = SHARE * capacity(*engine_of(shape, None, cpu=cpu))
     parts = {
-        "alone": measure(options.shape, options.seconds, rate, flood=False, groups=True, slowdown=None),
-        "one_group": measure(options.shape, options.seconds, rate, flood=True, groups=False, slowdown=None),
-        "two_groups": measure(options.shape, options.seconds, rate, flood=True, groups=True, slowdown=options.slowdown),
+        name: measure(*engine_of(shape, slowdown, cpu=cpu), options.seconds, rate, flood=flood, groups=groups)
+        for name, flood, groups, slowdown in (
+            ("alone", False, True, None),
+            *([] if cpu else [("one_group", True, False, None)]),  # there, the steady group waits for minutes
+            ("two_groups", True, True, options.slowdown),
+        )
     }
     ratios = {
         part: {
             name: {key: round(parts[part][name][key] / parts["alone"][name][key], 2) for key in PERCENTILES}
             for name in ("ttft_seconds", "itl_seconds")
         }
-        for part in ("one_group", "two_groups")
+        for part in parts
+        if part != "alone"
     }
     print(json.dumps({"rate": rate, **parts, "ratios_to_alone": ratios}))
 

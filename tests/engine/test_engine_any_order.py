@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import hypothesis.strategies as st
+import pytest
 from engines import answer_alone, answers, assert_idle, drain, make_engine, request
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -101,6 +102,7 @@ def request_of_kind(kind: int) -> Request:
         prompt_tokens=(1, 5, 19, 12)[kind % 4],
         sampling=Sampling(0.0 if kind < 4 else 1.5, seed=kind),
         stop_token_ids=tuple(range(kind, 301, 40)),
+        group="flood" if kind % 3 else "light",
     )
 
 
@@ -110,3 +112,24 @@ def test_any_order_of_submit_cancel_stream_and_step(directory: Path) -> None:
     test = machine.TestCase
     test.settings = settings(max_examples=examples(40), stateful_step_count=30)
     test("runTest").runTest()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_of_a_group_that_rests_are_the_same(directory: Path, overlap: bool) -> None:
+    """Long prompts flood the engine; short ones of another group run one after the other, and the flood rests."""
+    engine = make_engine(directory, overlap=overlap, max_batched_tokens=16, max_sequences=8, cache_tokens=600)
+    flood = [request(kind, tokens=20, prompt_tokens=12, group="flood") for kind in range(24)]
+    light = [request(kind, tokens=6, prompt_tokens=4, group="light") for kind in range(20)]
+    asked = {engine.submit(one): one for one in flood}
+    events = [event for _ in range(8) for event in engine.step()]
+    rested_steps = 0
+    for one in light:
+        asked[last := engine.submit(one)] = one
+        while last in engine._active:
+            state = engine.state()
+            events += engine.step()
+            rested_steps += engine.state().decoded_tokens - state.decoded_tokens < state.running // 2
+    found = answers([*events, *drain(engine)])
+    assert rested_steps > 5
+    for request_id, one in asked.items():
+        assert found[request_id][0] == answer_alone(directory, one).token_ids

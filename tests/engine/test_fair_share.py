@@ -18,7 +18,8 @@ from megatoken.engine.prefix_cache import extend_keys
 from megatoken.engine.prompt_limit import PromptLimit
 from megatoken.engine.request import FinishReason
 from megatoken.engine.scheduler import Scheduler
-from megatoken.engine.step_plan import StepPlan
+from megatoken.engine.step_plan import StepGroups, StepPlan
+from megatoken.engine.step_time import plan_within
 
 PLANS_BEFORE_GROUPS = "3dbf7ace22340c3f70910aca7cb537570e320b2eea301cccfdfdb688a8595052"
 """Of the scheduler that knew no groups (commit 0a48f03), by ``plans_of_one_group``."""
@@ -103,9 +104,14 @@ class EngineOfGroups(SimulatedEngine):
 
     WEIGHTS = (1.0, 1.0, 3.0, 0.5)
 
-    def __init__(self, lookahead: int = 0, **sizes: int) -> None:
+    def __init__(self, lookahead: int = 0, *, rests: bool = False, **sizes: int) -> None:
+        """``rests``: heavy groups rest in two of three steps, if another one asks for little."""
         super().__init__(lookahead, **sizes)
         self.group_of: dict[int, int] = {}
+        self.rested_steps = 0
+        if rests:
+            own_plan = self.scheduler.plan
+            self.scheduler.plan = lambda: own_plan(None, None, 3, rest=self.steps % 3 > 0)  # type: ignore[method-assign]
 
     def add(self, prompt_tokens: int, max_tokens: int, stop_one_in: int = 0) -> None:
         group = hash((prompt_tokens, max_tokens)) % len(self.WEIGHTS)
@@ -133,7 +139,12 @@ class EngineOfGroups(SimulatedEngine):
             running.remove(request_id)
         request_ids = plan.request_id.tolist()
         admitted = [one for one in request_ids if one not in running]
-        assert sorted(request_ids) == sorted(running + admitted), "every running request is in the step"
+        resting = {self.group_of[one] for one in set(running) - set(request_ids)}
+        assert not resting & {self.group_of[one] for one in request_ids}, "a group rests as a whole"
+        running = [one for one in running if self.group_of[one] not in resting]
+        assert sorted(request_ids) == sorted(running + admitted), "every other running request is in the step"
+        assert running or not resting, "a group rests for another one that runs"
+        self.rested_steps += bool(resting)
         assert not (plan.preempted and admitted)
         for group in range(len(self.WEIGHTS)):
             waiting = [one for one, s in self.live.items() if s.slot is None and self.group_of[one] == group]
@@ -160,9 +171,9 @@ class EngineOfGroups(SimulatedEngine):
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(sizes=SIZES, actions=st.lists(ACTION, max_size=60))
-def test_every_request_of_every_group_gets_its_tokens(sizes: dict, actions: list) -> None:
-    engine = EngineOfGroups(**sizes)
+@given(sizes=SIZES, actions=st.lists(ACTION, max_size=60), rests=st.booleans())
+def test_every_request_of_every_group_gets_its_tokens(sizes: dict, actions: list, rests: bool) -> None:
+    engine = EngineOfGroups(**sizes, rests=rests)
     engine.act(actions)
     engine.drain()
 
@@ -171,10 +182,11 @@ def test_every_request_of_every_group_gets_its_tokens(sizes: dict, actions: list
     ("page_size", "num_pages", "lookahead"),
     [(1, 120, 0), (4, 40, 1), (16, 14, 1), *every((1, 120, 1), (4, 40, 0), (16, 14, 0))],
 )
-def test_groups_under_pressure(page_size: int, num_pages: int, lookahead: int) -> None:
+@pytest.mark.parametrize("rests", [False, True])
+def test_groups_under_pressure(page_size: int, num_pages: int, lookahead: int, rests: bool) -> None:
     random = np.random.default_rng(page_size)
     sizes = {"max_batched_tokens": 32, "max_sequences": 12, "page_size": page_size, "max_length": 80}
-    engine = EngineOfGroups(lookahead, hopeful=True, num_pages=num_pages, **sizes)
+    engine = EngineOfGroups(lookahead, hopeful=True, num_pages=num_pages, rests=rests, **sizes)
     for _ in range(200):
         engine.add(int(random.integers(1, 25)), int(random.integers(1, 56)), int(random.choice([0, 0, 23])))
     while engine.live:
@@ -182,7 +194,7 @@ def test_groups_under_pressure(page_size: int, num_pages: int, lookahead: int) -
         if random.random() < 0.05 and engine.live:
             engine.end(int(random.choice(list(engine.live))), FinishReason.CANCELLED)
     engine.drain()
-    assert engine.preemptions > 20
+    assert engine.preemptions > 20 and (engine.rested_steps > 20) == rests
 
 
 @settings(max_examples=examples(30))
@@ -319,8 +331,62 @@ def test_the_limit_follows_what_steps_take_on_the_machine() -> None:
             tokens = limit.next()
             assert tokens is not None
             seconds = 0.005 + tokens * price
-            limit.note(tokens, seconds * (5 if random.random() < 0.05 else 1))
+            limit.note(step_of(StepGroups.HEAVY, tokens), seconds * (5 if random.random() < 0.05 else 1))
             steps.append(seconds)
         assert 0.7 < np.mean(steps[1000:]) / (2 * 0.005) < 1.2 or price == 0.004
     assert tokens <= 4, "the least, although it takes too long"
     assert PromptLimit(None, 2048).next() is None
+
+
+def step_of(groups: StepGroups, heavy_tokens: int | None = None) -> StepPlan:
+    nothing = np.zeros(0, dtype=np.int32)
+    return StepPlan(
+        *(0, nothing, nothing.astype(np.int64), nothing, nothing, nothing.astype(np.bool_), 0, ()),
+        *(nothing, nothing, nothing, groups, heavy_tokens),
+    )
+
+
+@pytest.mark.parametrize("between", [12, 40, 0])
+def test_a_flood_rests_for_streams_that_take_less_than_their_part_of_the_time(between: int) -> None:
+    """A step takes 4 ms, and 5 ms more for each answer of the flood in it, of which there are four at most.
+
+    ``between``: steps from one stream of 8 tokens to the next; 0: one always runs, so the flood gets half of the time.
+    """
+    scheduler = Scheduler(max_batched_tokens=64, max_sequences=8, page_size=4, num_pages=4000, max_length=1000)
+    limit = PromptLimit(1.15, 64)
+    number = 0
+    light: set[int] = set()
+    flood: set[int] = set()
+    flood_seconds = seconds = 0.0
+    alone = shared = since = 0
+    for step in range(6000):
+        while len(flood) < 4 or scheduler.waiting < 2:
+            scheduler.add(number, 30, 20, share=("flood", 1.0))
+            flood.add(number)
+            number += 1
+        if not light and since >= between:
+            scheduler.add(number, 8, 8, share=("light", 1.0))
+            light.add(number)
+            number += 1
+            since = -1
+        plan = plan_within(None, limit, scheduler)
+        assert plan is not None
+        own = [one for one in plan.request_id[: plan.decodes].tolist() if one in light]
+        of_flood = sum(one in flood for one in plan.request_id.tolist())
+        took = 0.004 + 0.005 * of_flood
+        limit.note(plan, took)
+        if step > 1000:
+            seconds += took
+            flood_seconds += took if not own else 0.005 * of_flood
+            alone += bool(own) and not of_flood
+            shared += bool(own) and of_flood > 0
+        running = set(scheduler._request_ids[scheduler._running].tolist())
+        ended = {one for one in plan.request_id.tolist() if one not in running}
+        light -= ended
+        flood -= ended
+        since += not light
+    assert alone > 50
+    if between:
+        assert shared <= 0.01 * alone, "its streams do not see the flood"
+    assert flood_seconds > 0.45 * seconds, "which has its part of the time"
+    assert between or flood_seconds < 0.65 * seconds

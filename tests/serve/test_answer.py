@@ -25,7 +25,6 @@ from megatoken.serve.exchange import Exchange, HttpRequest
 from megatoken.serve.logprobs import TokenNames
 from megatoken.serve.messages import Busy, ServedModel
 from megatoken.serve.options import ServeConfig
-from megatoken.serve.request_errors import ApiError
 from megatoken.serve.responses import ResponseStream, whole_response
 from megatoken.serve.schema_chat import ChatBody
 from megatoken.serve.tenants import Tenant
@@ -165,9 +164,9 @@ def test_a_client_that_leaves_cancels_every_choice() -> None:
 
 
 def test_choices_that_were_sent_are_cancelled_if_one_is_refused() -> None:
-    with pytest.raises(ApiError, match="full") as refused:
+    with pytest.raises(Refused, match="full") as refused:
         start(places=2, n=3)
-    assert (refused.value.status, refused.value.retry_after) == (503, 5)
+    assert (refused.value.status, refused.value.retry_after_seconds) == (503, 5)
 
 
 def test_calls_in_a_stream() -> None:

@@ -116,6 +116,8 @@ def test_a_field_that_is_known_and_not_supported_is_refused(server: Served, name
             "must be JSON",
         ),
         ({"input": [{"role": "user", "content": 5}]}, "input.0.content", "must be a string or a list"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input.0.content", "must be a list"),
+        ({"reasoning": 5}, "reasoning", "must be an object"),
         ({"input": [{"type": "shell"}]}, "input.0", "its type must be one of 'message'"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort", "does not have it"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),

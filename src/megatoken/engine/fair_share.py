@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.engine.step_plan import StepGroups
+
 OUTPUT_TOKEN_COST = 2.0  # of one token of an answer, in prompt tokens; the paper's value
 RESERVE = 8  # one in so many sequences and pages is left to groups that hold less than that
 REMEMBERED_STEPS = 2_000  # a group without requests counts for so long: its next one is probably on its way
@@ -79,6 +81,16 @@ class FairShare:
     def waiting(self) -> int:
         """Requests in all queues."""
         return sum([len(group.waiting) for group in self._groups.values()])
+
+    @property
+    def heavy_part(self) -> float:
+        """The part of the machine's time that heavy groups have a right to, next to those that have requests."""
+        groups = [one for one in self._groups.values() if one.heavy or one.waiting or one.running]
+        return sum([one.weight for one in groups if one.heavy]) / max(sum([one.weight for one in groups]), 1e-9)
+
+    def others_wait(self, computing: Collection[Group]) -> bool:
+        """Whether a group that is not heavy has a prompt to compute; ``computing``: groups with a partial prefill."""
+        return any(not one.heavy and (one.waiting or one in computing) for one in self._groups.values())
 
     @property
     def protects(self) -> bool:
@@ -148,6 +160,20 @@ class FairShare:
         largest = number[candidates][held[number[candidates]].argmax()]
         own = candidates[number[candidates] == largest]
         return int(own[request_ids[own].argmax()])
+
+    def heavy_ones(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """``[R]`` whether each of the running requests is of a heavy group."""
+        heavy = np.zeros(self._numbers, dtype=np.bool_)
+        for group in self._groups.values():
+            heavy[group.number] = group.heavy
+        return heavy[self._number_by_slot[slots]]
+
+    def groups_of(self, slots: NDArray[np.int32]) -> StepGroups:
+        """Whose tokens a step of these requests computes."""
+        if not self.several:
+            return StepGroups.HEAVY if self.by_slot[int(slots[0])].heavy else StepGroups.OTHERS
+        heavy = self.heavy_ones(slots)
+        return StepGroups.OTHERS if not heavy.any() else StepGroups.HEAVY if heavy.all() else StepGroups.BOTH
 
     # turns
 

@@ -405,7 +405,7 @@ class Engine:
         """Wait for a step, and add what it brought to ``events``."""
         outputs = launched.step.wait()
         first = len(events)
-        self._prompt_limit.note(launched.plan.heavy_tokens, launched.step.seconds)
+        self._prompt_limit.note(launched.plan, launched.step.seconds)
         if self._step_time is not None:
             plan, seconds = launched.plan, launched.step.seconds
             self._step_time.note(plan.batched_tokens, launched.cached_tokens, seconds, decodes=plan.decodes > 0)

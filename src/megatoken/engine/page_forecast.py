@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.errors import CapacityError
+
 PRIOR_TOKENS = 4096
 """Weight, in tokens of answers, of the assumption that an answer takes all of its limit."""
 
@@ -148,3 +150,29 @@ class PageForecast:
         self._until[page] = self._first_steps[last_of_page]
         self._columns = columns
         return np.bincount(sequence[last_of_page != sequence], minlength=len(slot))
+
+
+def check_alone(prompt_tokens: int, max_tokens: int, max_length: int, page_size: int, num_pages: int) -> None:
+    """Refuse a request that could not be served even alone; lengths in tokens.
+
+    Raises:
+        CapacityError: with the numbers.
+    """
+    length = prompt_tokens + max_tokens
+    pages = -(-(length - 1) // page_size)  # no token attends to the last one
+    if length <= max_length and pages <= num_pages:
+        return
+    request = f"a prompt of {_tokens(prompt_tokens)} and {max_tokens} new one{'s' * (max_tokens != 1)}"
+    if length > max_length:
+        room = max_length - prompt_tokens
+        fix = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
+        longest = f"the longest sequence of {_tokens(max_length)}"
+        raise CapacityError(f"{request} exceed {longest}; {fix}, or raise max_length or cache_tokens")
+    raise CapacityError(
+        f"{request} need {pages} pages of {_tokens(page_size)}, the cache has {num_pages}; "
+        "lower max_tokens or enlarge the cache"
+    )
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"

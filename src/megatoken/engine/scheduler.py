@@ -15,7 +15,7 @@ A request belongs to a group, by default all to one. ``fair_share`` says whose p
 - In a group, requests are admitted oldest first and preempted newest first, so those that run are older than those that
   wait, and at most one, the newest of the group, has a partial prefill.
 - A request is admitted only if the token budget has room for one of its tokens, so every running sequence gets a token
-  in every step.
+  in every step, unless its group rests: a heavy one in some steps of groups that ask for less than their part.
 - The oldest of all running requests is never preempted. A request that does not fit holds other groups up once they
   were served a cacheful of tokens more than its own group; then the cache empties until it fits. So every request ends.
 - While there are several groups, one in ``RESERVE`` slots and pages is left to groups that hold less than that.
@@ -24,33 +24,17 @@ A request belongs to a group, by default all to one. ``fair_share`` says whose p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.engine.chunks import Chunks
 from megatoken.engine.fair_share import RESERVE, TURNS, FairShare, Group, Waiting
-from megatoken.engine.page_forecast import AnswerLengths, PageForecast
+from megatoken.engine.page_forecast import AnswerLengths, PageForecast, check_alone
 from megatoken.engine.page_table import PageTable
 from megatoken.engine.step_plan import StepPlan
-from megatoken.errors import CapacityError
 
 _ONE = np.int32(1)
-
-
-@dataclass(slots=True)
-class _Chunks:
-    """The prompts of a step while it is planned: those computed in part, then those that it starts."""
-
-    start: list[int]  # tokens of each that are in the cache
-    given: list[int]  # tokens that each gets in the step
-    unfinished: dict[Group, tuple[int, int]]  # by group: place of its prompt that lacks tokens, ascending; how many
-    spare_pages: int
-    most_started: int
-    slots: list[int] = field(default_factory=list)  # of those that it starts
-    started: list[Waiting] = field(default_factory=list)
-    forecast: PageForecast | None = None
-    heavy_tokens: int | None = None  # as in StepPlan
 
 
 class Scheduler:
@@ -138,26 +122,23 @@ class Scheduler:
         """Whether requests of more than one group came lately."""
         return self._shares.several
 
+    @property
+    def heavy_part(self) -> float:
+        """The part of the machine's time that groups have a right to which ask for all that they can get."""
+        return self._shares.heavy_part
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether another group has a prompt to compute."""
+        return self._shares.others_wait(self._partial)
+
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
         """Refuse a request that could not be served even alone. Reads only sizes: any thread may call it.
 
         Raises:
             CapacityError: with the numbers.
         """
-        length = prompt_tokens + max_tokens
-        pages = -(-(length - 1) // self._page_size)  # no token attends to the last one
-        if length <= self._max_length and pages <= self._num_pages:
-            return
-        request = f"a prompt of {_tokens(prompt_tokens)} and {max_tokens} new one{'s' * (max_tokens != 1)}"
-        if length > self._max_length:
-            longest = f"the longest sequence of {_tokens(self._max_length)}"
-            room = self._max_length - prompt_tokens
-            fix = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
-            raise CapacityError(f"{request} exceed {longest}; {fix}, or raise max_length or cache_tokens")
-        raise CapacityError(
-            f"{request} need {pages} pages of {_tokens(self._page_size)}, the cache has {self._num_pages}; "
-            "lower max_tokens or enlarge the cache"
-        )
+        check_alone(prompt_tokens, max_tokens, self._max_length, self._page_size, self._num_pages)
 
     def add(
         self,
@@ -208,6 +189,8 @@ class Scheduler:
         prompt_tokens: int | None = None,
         most_sequences: int | None = None,
         heavy_prompt_tokens: int | None = None,
+        *,
+        rest: bool = False,
     ) -> StepPlan | None:
         """Plan the next step as if every token sampled so far had arrived.
 
@@ -217,6 +200,7 @@ class Scheduler:
             most_sequences: admit no request beyond so many running ones; None: beyond ``max_sequences``.
             heavy_prompt_tokens: of these tokens, most for groups that always have a prompt to compute, while another
                 asks for less than its part; a partial prefill gets one more. None: no such limit.
+            rest: those groups get no token at all if another one has a request that runs.
 
         Returns:
             The step, its pages already written to ``page_table``; None when no request is waiting or running.
@@ -224,6 +208,13 @@ class Scheduler:
         computed = self._num_tokens - _ONE
         full = self._pages.full(computed[: self.decodes])
         preempted: tuple[int, ...] = ()
+        shares = self._shares
+        resting: NDArray[np.bool_] | None = None  # of the running sequences
+        if rest and shares.several and shares.protects:
+            heavy = shares.heavy_ones(self._running)
+            still_full = full[~heavy[full]]
+            if heavy.any() and not heavy.all() and len(still_full) <= self._pages.free:
+                resting, full, heavy_prompt_tokens = heavy, still_full, 0
         if len(full) > self._pages.free:
             preempted, full = self._preempt(full)
             computed = self._num_tokens - _ONE
@@ -231,8 +222,7 @@ class Scheduler:
         budget = self._max_batched_tokens - decodes
         if prompt_tokens is not None:
             budget = min(budget, max(prompt_tokens, partial, int(not decodes)))
-        chunks = self._chunks(self._pages.free - len(full), most_sequences)
-        shares = self._shares
+        chunks = self._chunks(self._pages.free - len(full), most_sequences, resting)
         if partial or (shares.waiting and not preempted):
             self._share(chunks, budget - partial, heavy_prompt_tokens, admit=not preempted)
         slot = self._running
@@ -251,12 +241,22 @@ class Scheduler:
             self._windows.give(slot[growing], start[growing], count[growing])
         sample = np.ones(running, dtype=np.bool_)
         unfinished = [decodes + at for at, _ in chunks.unfinished.values()]
+        active: slice | NDArray[np.bool_] = slice(None)
+        silent, active_decodes = unfinished, decodes
+        if resting is not None:
+            active = np.ones(running, dtype=np.bool_)
+            active[: len(resting)] = ~resting
+            resting_decodes = resting[:decodes].nonzero()[0]
+            silent, active_decodes = [*unfinished, *resting_decodes.tolist()], decodes - len(resting_decodes)
+        groups = shares.groups_of(slot[active])
         if shares.several:
-            shares.note_step(slot, self._ends(), unfinished, chunks.unfinished)
+            shares.note_step(slot, self._ends(), silent, chunks.unfinished)
         else:
             backlog = bool(unfinished) or shares.waiting > 0
             shares.note_step_alone(sum(chunks.given), running - len(unfinished), backlog=backlog)
         self._num_tokens = self._num_tokens + _ONE
+        if resting is not None:
+            self._num_tokens[resting_decodes] -= _ONE
         self._partial = {group: chunks.start[at] + chunks.given[at] for group, (at, _) in chunks.unfinished.items()}
         if unfinished:
             if unfinished[0] == running - len(unfinished):
@@ -270,16 +270,17 @@ class Scheduler:
                 self._length = self._length[order]
         plan = StepPlan(
             step=self._step,
-            slot=slot,
-            request_id=self._request_ids.take(slot),
-            start=start,
-            count=count,
-            sample=sample,
-            decodes=decodes,
+            slot=slot[active],
+            request_id=self._request_ids.take(slot[active]),
+            start=start[active],
+            count=count[active],
+            sample=sample[active],
+            decodes=active_decodes,
             preempted=preempted,
             page_slot=page_slot,
             page_index=page_index,
             page=page,
+            groups=groups,
             heavy_tokens=chunks.heavy_tokens,
             window_table=None if self._windows is None else self._windows.rows,
         )
@@ -323,21 +324,22 @@ class Scheduler:
             full = full - np.searchsorted(gone, full)
         return tuple(preempted), full
 
-    def _chunks(self, spare_pages: int, most_sequences: int | None) -> _Chunks:
-        """The partial prefills, each with one token of the next step."""
+    def _chunks(self, spare_pages: int, most_sequences: int | None, resting: NDArray[np.bool_] | None) -> Chunks:
+        """The partial prefills, each with one token of the next step; with none if it is ``resting``."""
         most_started = len(self._free_slots)
         if most_sequences is not None:
             most_started = min(most_started, most_sequences - self.running)
         start = list(self._partial.values())
-        chunks = _Chunks(start, [1] * len(start), {}, spare_pages, most_started)
+        given = [1] * len(start) if resting is None else (~resting[self.decodes :]).astype(int).tolist()
+        chunks = Chunks(start, given, {}, spare_pages, most_started)
         if start:
             tokens = self._num_tokens[self.decodes :].tolist()
             for at, group in enumerate(self._partial):
-                if tokens[at] > start[at] + 1:
-                    chunks.unfinished[group] = at, tokens[at] - start[at] - 1
+                if tokens[at] > start[at] + given[at]:
+                    chunks.unfinished[group] = at, tokens[at] - start[at] - given[at]
         return chunks
 
-    def _share(self, chunks: _Chunks, spare_tokens: int, heavy_tokens: int | None, *, admit: bool) -> None:
+    def _share(self, chunks: Chunks, spare_tokens: int, heavy_tokens: int | None, *, admit: bool) -> None:
         """Give the other prompt tokens of a step to the groups; start waiting requests while slots and pages last."""
         shares, partial, decodes = self._shares, len(self._partial), self.decodes
         several, started, unfinished, given = shares.several, chunks.slots, chunks.unfinished, chunks.given
@@ -346,8 +348,8 @@ class Scheduler:
         if limited and all(group.heavy for group in self._partial):
             chunks.heavy_tokens = 0
         if partial and several:
-            for group in self._partial:
-                shares.charge(group, 1)
+            for at, group in enumerate(self._partial):
+                shares.charge(group, given[at])
         if partial and self.prefixes is not None:
             for at, slot in enumerate(self._running[decodes:].tolist()):
                 self._pages.register(slot, chunks.start[at], chunks.start[at] + given[at])
@@ -390,7 +392,7 @@ class Scheduler:
             self._num_tokens = np.concatenate((self._num_tokens, np.array(num_tokens, dtype=np.int32)))
             self._length = np.concatenate((self._length, np.array(length, dtype=np.int32)))
 
-    def _start(self, group: Group, chunks: _Chunks) -> tuple[int, int] | None:
+    def _start(self, group: Group, chunks: Chunks) -> tuple[int, int] | None:
         """Start the oldest waiting request of a group if there is a slot for it, and pages for all its tokens.
 
         The same plan gives all those pages, so a partial prefill never lacks any.
@@ -492,7 +494,3 @@ class Scheduler:
         kept = np.ones(self.running, dtype=np.bool_)
         kept[gone] = False
         self._running, self._num_tokens, self._length = self._running[kept], self._num_tokens[kept], self._length[kept]
-
-
-def _tokens(count: int) -> str:
-    return f"{count} token{'s' * (count != 1)}"

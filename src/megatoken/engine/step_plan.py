@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class StepGroups(Enum):
+    """Whose tokens a step computes: of groups that ask for all that they can get, of others, or of both."""
+
+    HEAVY = auto()
+    OTHERS = auto()
+    BOTH = auto()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +39,7 @@ class StepPlan:
     page_slot: NDArray[np.int32]  # [N] pages newly given: page_table[page_slot, page_index] = page
     page_index: NDArray[np.int32]  # [N]
     page: NDArray[np.int32]  # [N]
+    groups: StepGroups = StepGroups.OTHERS
     heavy_tokens: int | None = None  # of heavy groups, which were limited, if no other group has a prompt in the step
     # page table of layers with windows, if they have pages of their own: what the step writes and sees is up to date
     window_table: NDArray[np.int32] | None = None

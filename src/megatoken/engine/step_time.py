@@ -155,9 +155,11 @@ def plan_within(
 
     ``on_the_way``: as for ``StepTime.spent_seconds``.
     """
-    heavy_tokens = limit.next() if scheduler.several_groups else None
+    heavy_tokens, rest = None, False
+    if scheduler.several_groups:
+        heavy_tokens, rest = limit.next(), limit.rest(scheduler.heavy_part, others_wait=scheduler.others_wait)
     if step_time is None:
-        return scheduler.plan(heavy_prompt_tokens=heavy_tokens)
+        return scheduler.plan(heavy_prompt_tokens=heavy_tokens, rest=rest)
     decodes, cached = scheduler.decodes, scheduler.cached_tokens
     prompt_tokens = step_time.prompt_tokens(decodes, cached, step_time.spent_seconds(on_the_way))
-    return scheduler.plan(prompt_tokens, step_time.most_sequences(decodes, cached), heavy_tokens)
+    return scheduler.plan(prompt_tokens, step_time.most_sequences(decodes, cached), heavy_tokens, rest=rest)

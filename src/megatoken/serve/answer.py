@@ -194,7 +194,7 @@ class Answer(ABC):
         """Say that there will be no answer, or no more of it."""
 
     def begin(self) -> None:
-        """Send every choice to the engine. Raises ApiError: the engine takes no requests."""
+        """Send every choice to the engine. Raises Refused: the engine takes no requests."""
         self.exchange.on_disconnect(self.cancel)
         tenant = self.exchange.request.tenant or DEFAULT_TENANT
         each = len(self.choices) // len(self.prompts)
@@ -208,9 +208,9 @@ class Answer(ABC):
                     whole=self.whole,
                     answers=0 if number % each else each,
                 )
-            except Refused as error:
+            except Refused:
                 self.cancel()
-                raise ApiError(str(error), error.status, retry_after=error.retry_after_seconds) from None
+                raise
 
     def end_without_tokens(self) -> None:
         """Complete the answer without the engine, which makes at least one token."""

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatoken.errors import CapacityError, MegatokenError, RequestError
+from megatoken.serve.engine_client import Refused
 from megatoken.serve.exchange import error_body
 from megatoken.serve.messages import Busy, Unavailable
 from megatoken.yaml_files import DEMANDS
@@ -80,6 +81,8 @@ def as_api_error(error: MegatokenError) -> ApiError:
     """What a client is answered when the engine, or a check of ours, raised ``error``."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, Refused):
+        return ApiError(str(error), error.status, retry_after=error.retry_after_seconds)
     if isinstance(error, Busy):
         return ApiError(str(error), HTTPStatus.TOO_MANY_REQUESTS, retry_after=error.retry_after_seconds)
     if isinstance(error, Unavailable):
@@ -122,5 +125,6 @@ def _demand(error: ErrorDetails) -> str:
 
 def field_name(place: Sequence[int | str]) -> str | None:
     """Where a field stands in the body, as in ``messages.0.content``; names of alternatives are left out."""
-    names = [str(one) for one in place if str(one) not in _ALTERNATIVES and re.fullmatch(r"[a-z_0-9]+", str(one))]
+    left_out = _ALTERNATIVES | {"reasoning"} if place[:1] == ("input",) else _ALTERNATIVES  # a kind of item, there
+    names = [str(one) for one in place if str(one) not in left_out and re.fullmatch(r"[a-z_0-9]+", str(one))]
     return ".".join(names) or None

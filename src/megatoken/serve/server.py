@@ -181,8 +181,7 @@ class Server:
 
     def _answer_error(self, exchange: Exchange, error: Exception) -> None:
         if isinstance(error, Refused):
-            after = error.retry_after_seconds
-            exchange.fail(error.status, str(error), headers=[("retry-after", str(after))] if after else [])
+            reply_error(exchange, as_api_error(error))
             return
         if not isinstance(error, MegatokenError):
             self.log.note(fault(f"request {exchange.request.request_id} failed", error))
@@ -243,8 +242,6 @@ def api_route(route: Callable[[ApiContext, Exchange], Awaitable[None]]) -> Route
             if server.api is None:
                 raise ApiError(server.client.message, HTTPStatus.SERVICE_UNAVAILABLE, retry_after=UNAVAILABLE_SECONDS)
             await route(server.api, exchange)
-        except Refused as error:
-            reply_error(exchange, ApiError(str(error), error.status, retry_after=error.retry_after_seconds))
         except MegatokenError as error:
             reply_error(exchange, as_api_error(error))
 
