@@ -9,6 +9,7 @@ import torch
 from cli_support import make_overflowing_checkpoint
 from megatoken import Engine, EngineConfig, Request
 from megatoken.errors import CapacityError, RequestError
+from megatoken.targets import SampleEvent
 from megatoken.targets.in_process import InProcessTarget
 
 CONFIG = EngineConfig(
@@ -33,6 +34,7 @@ def test_events_are_the_engines_tokens_under_the_callers_ids(engine: Engine) -> 
     times = []
     while target.state().in_flight:
         for event in target.poll(timeout_seconds=0.1):
+            assert event == SampleEvent(*event[:4], started_ns=event.started_ns)
             assert event.sample_id not in ended
             tokens[event.sample_id] += event.token_ids
             times.append(event.time_ns)

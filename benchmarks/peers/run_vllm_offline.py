@@ -1,4 +1,4 @@
-"""vLLM's offline API on one GPU, beside ``benchmarks/offline.py``: the same samples, random weights of the same power.
+"""vLLM's offline API on one GPU, to compare with ``benchmarks/offline.py``: the same samples, random weights as costly.
 
     PYTHONPATH=src:benchmarks python -m peers.run_vllm_offline FOLDER --load csv:4096 --load 128/128:9000 --out FILE
 

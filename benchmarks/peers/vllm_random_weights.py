@@ -2,7 +2,7 @@
 
 vLLM's own random weights (``--load-format dummy``) lie between -0.001 and 0.001: as fp8 almost all of them are zero,
 the card draws less power and the clock is higher. Its random scales differ between the parts of a merged weight, which
-is then stored anew with the largest of them, so that the other parts lose range. Here all scales are equal.
+is then stored again with the largest of them, so that the other parts lose range. Here all scales are equal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
 """The order of rows that the kernel of gate, up and activation wants."""
 
+import sys
+
+import pytest
 import torch
 
-from megatoken.engine.ops.gated_product import interleaved, obstacle
+from megatoken.engine.ops import gated_product
+from megatoken.engine.ops.gated_product import CLUSTERS, interleaved, obstacle
 
 
 def test_the_place_of_a_row() -> None:
@@ -16,3 +20,18 @@ def test_the_place_of_a_row() -> None:
 
 def test_not_on_a_cpu() -> None:
     assert obstacle(128, 128, torch.device("cpu")) == "it is written for compute capability 9.0"
+
+
+@pytest.mark.skipif(gated_product._compiler_obstacle() is not None, reason="NVRTC is not installed")
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_kernel_is_compiled_without_a_gpu(cluster: int) -> None:
+    assert gated_product._machine_code(cluster).startswith(b"\x7fELF")
+
+
+def test_a_compiler_that_is_missing_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    gated_product._compiler_obstacle.cache_clear()
+    try:
+        assert "cannot use NVRTC" in str(gated_product._compiler_obstacle())
+    finally:
+        gated_product._compiler_obstacle.cache_clear()

@@ -252,6 +252,8 @@ def test_many_sequences_do_not_crowd_out_the_layers_that_see_everything() -> Non
     assert plan.window_pages == most_window_pages(128, 32, plan.max_sequences, 4096)
     assert asked.max_sequences == 3072
     assert plan.cache_tokens > 1.4 * asked.cache_tokens
+    small = EngineConfig("fp8", max_batched_tokens=4096, cache_tokens=60_000)
+    assert plan_memory_of(SHAPES["gpt-oss-120b"], small, "cuda", available).max_sequences == 3072
 
 
 def test_few_pages_are_shared_by_all_layers(gpt_oss: tuple[Path, PreTrainedModel]) -> None:

@@ -32,8 +32,8 @@ GRAPH_CHUNKS = 8
 LAUNCH_SECONDS_PER_LAYER = 4e-4
 """Time of the host for about eleven launches."""
 WINDOWS_SHARE = 0.25
-"""Most of the cache that windows' pages take where ``max_sequences`` is not given: each sequence has its own, whether
-it comes or not, and 3,072 of gpt-oss-120b would leave half of one H200's cache to the layers that see all keys."""
+"""Most of the cache that windows' pages take where neither ``max_sequences`` nor ``cache_tokens`` is given. Every
+sequence that may run has its own; those of 3,072 would take half of the cache of gpt-oss-120b on one H200."""
 GRAPH_LAYER_BYTES = 8_000_000
 """GPU memory that the driver keeps of all recorded graphs, for each layer; 4.9 MB were measured."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
@@ -212,7 +212,8 @@ def plan_memory_of(
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
     step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
 
-    if window and on_gpu and config.max_sequences is None:
+    wanted_sequences = max_sequences
+    if window and on_gpu and config.max_sequences is None and not given_pages:
         most = int(WINDOWS_SHARE * max(0, available - weights - step - process)) // window_page
         max_sequences = min(max_sequences, sequences_of_window_pages(most, window, page_size, max_batched_tokens))
 
@@ -232,6 +233,7 @@ def plan_memory_of(
     pages = given_pages or fitting_pages(window_pages)
     if window_pages >= pages:  # no layer needs more pages than one that sees all keys
         window = window_pages = 0
+        max_sequences = wanted_sequences
         pages = given_pages or fitting_pages(0)
     cache = cache_bytes(pages, window_pages)
     workspace = max(step + pages * step_page, loading - cache)

@@ -25,10 +25,10 @@ def return_freed_memory() -> None:
 
 
 def collect_garbage_rarely() -> None:
-    """What exists stays out of the garbage collector's sight, and it runs after 50,000 new objects instead of 700.
+    """Let the garbage collector run after 50,000 new objects instead of some hundreds, and skip all that exists now.
 
-    At 700 it runs in every step of a thousand events, and its full collections stop a process for 50 ms and more. What
-    is in no cycle is freed without it.
+    Otherwise it runs in every step of a thousand events, and its full collections stop a process for 50 ms and more.
+    Objects in no cycle are freed without it.
     """
     gc.collect()
     gc.freeze()

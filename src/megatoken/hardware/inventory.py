@@ -22,7 +22,7 @@ from megatoken import __version__
 from megatoken.hardware import nvml
 from megatoken.hardware.host_sensors import logged_xids
 
-PACKAGES = ("torch", "numpy", "mlcommons-loadgen", "safetensors", "tokenizers", "pyarrow", "triton")
+PACKAGES = ("torch", "numpy", "mlcommons-loadgen", "safetensors", "tokenizers", "pyarrow", "triton", "cuda-bindings")
 VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY"),
     *("GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES"),

@@ -40,8 +40,8 @@ MODELS = {
 }
 KINDS = [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")]
 SHAPE = {
-    "hidden_size": 192,
-    "intermediate_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 384,
     "num_attention_heads": 6,
     "num_key_value_heads": 1,
     "head_dim": 64,

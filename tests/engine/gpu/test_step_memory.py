@@ -137,6 +137,7 @@ def batch_of(tokens: int, decodes: int) -> cuda.Batch:
         sample_pages=indices(samples, width),
         sample_lengths=indices(samples),
         sample_host_lengths=host_lengths,
+        windowed=None,
     )
 
 

@@ -140,7 +140,9 @@ def launches(
     consumers = scheme.cuda_consumers(device)
     outputs = [consumer.attention_output(q_THE) for consumer in consumers]
     inputs = [launch for consumer in consumers for launch in of_input(consumer)]
-    if scheme.fp8_scales == "tensor" and obstacle(config.intermediate_size, config.hidden_size, device) is None:
+    dense = config.experts is None or len(config.experts.layers) < config.layers
+    fused_gate = scheme.fp8_scales == "tensor" and dense and not config.mlp_bias
+    if fused_gate and obstacle(config.intermediate_size, config.hidden_size, device) is None:
         inputs += [partial(compiled, x_TD.device.index, cluster) for cluster in CLUSTERS]
         inputs += [
             partial(fused.silu_mul, gate_up_T2F, consumer.device_scale, interleaved=ORDER) for consumer in consumers

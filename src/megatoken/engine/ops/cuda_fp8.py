@@ -1,4 +1,4 @@
-"""fp8 linears on a GPU, through cuBLASLt: with one scale for a tensor, or one for each row."""
+"""fp8 linears on a GPU, with one scale for a tensor or one for each row: cuBLASLt, and on Hopper a kernel for gates."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ class GatedLinear(TensorScaledLinear):
     """A gate above its up, rows ``interleaved``."""
 
     def gated(self, x: Any, consumer: Linear) -> Any:
-        """In one kernel if that is faster and both input scales are known."""
+        """In one kernel if that is faster and both input scales are known. ``consumer``: scaled like this one."""
+        assert isinstance(consumer, TensorScaledLinear)
         input_scale, out_scale = self.device_scale, consumer.device_scale
         if input_scale is None or out_scale is None or len(x) < FEWEST_TOKENS:
             return fused.silu_mul(self.product(x), out_scale, interleaved=ORDER)

@@ -134,11 +134,16 @@ def add_rms_norm_rows(
 
 
 @triton.jit
+def _silu_times(gate, up):
+    return gate / (1.0 + tl.exp2(gate * _MINUS_LOG2_E)) * up
+
+
+@triton.jit
 def _load_silu_mul(gate_up, column, F: tl.constexpr):
     inside = column < F
     gate = tl.load(gate_up + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + F + column, mask=inside, other=0.0).to(tl.float32)
-    return gate / (1.0 + tl.exp2(gate * _MINUS_LOG2_E)) * up
+    return _silu_times(gate, up)
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -165,7 +170,7 @@ def _silu_mul_interleaved_kernel(
     pair = program % blocks * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     both = tl.load(gate_up + row * (2 * F) + pair, mask=pair < 2 * F, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
-    y = gate / (1.0 + tl.exp2(gate * _MINUS_LOG2_E)) * up
+    y = _silu_times(gate, up)
     if scale is not None:
         y = saturate(y * (1.0 / tl.load(scale)))
     tiles: tl.constexpr = BLOCK // (LANES * FEATURES)

@@ -8,10 +8,9 @@
 // The rows of the weight are stored in the order in which a thread holds sums (`interleaved` in gated_product.py), so that a
 // thread has gate and up of 32 neighbouring outputs and stores them without an exchange.
 
-#define DEPTH 128    // bytes of a row multiplied at a time: one swizzled row of shared memory
-#define ROWS 128     // tokens of a tile
-#define COLUMNS 256  // gates and ups of a tile
-#define WARPS (ROWS / 16)
+// ROWS, COLUMNS, DEPTH, THREADS, STAGES and CLUSTER are given by gated_product.py. A tile has COLUMNS gates and ups; DEPTH
+// bytes of a row are multiplied at a time, one swizzled row of shared memory.
+#define WARPS (ROWS / 16)  // that multiply
 #define X_BYTES (ROWS * DEPTH)
 #define STAGE_BYTES (X_BYTES + COLUMNS * DEPTH)
 
@@ -110,7 +109,7 @@ __device__ __forceinline__ void keep(float (&sum)[128]) {
 
 // Activation -----------------------------------------------------------------------------------------------------------
 
-// 1 + exp(-gate), at most 2^30: a gate below -20 counts as one of -20.
+// 1 + exp(-gate), at most 2^30, so that the product of four is finite.
 __device__ __forceinline__ float one_plus_exp(float gate) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fminf(gate * -1.4426950408889634f, 30.0f)));
@@ -141,7 +140,7 @@ __device__ __forceinline__ u32 activated(const float* gates_and_ups, float scale
 
 // Kernel ---------------------------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(128 + 32 * WARPS, 1) CLUSTER_DIMENSIONS
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMENSIONS
     gated_product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const float* x_scale,
                   const float* weight_scale, const float* out_scale, unsigned char* out, int tokens, int features,
                   int depth) {

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatoken.engine.ops.fused import require_contiguous
 from megatoken.errors import CapacityError
 
 ROWS, COLUMNS, DEPTH = 128, 256, 128
@@ -42,8 +42,17 @@ def obstacle(features: int, depth: int, device: torch.device) -> str | None:
         return "it is written for compute capability 9.0"
     if features % (COLUMNS // 2) or depth % DEPTH:
         return f"{features} features of {depth} inputs are no multiples of {COLUMNS // 2} and {DEPTH}"
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "cuda-bindings, which compiles it, is not installed"
+    return _compiler_obstacle()
+
+
+@lru_cache
+def _compiler_obstacle() -> str | None:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # the package, or the library that it loads
+        return f"cuda-bindings cannot use NVRTC, which compiles it: {error}"
     return None
 
 
@@ -70,11 +79,15 @@ def gated_product(
         CapacityError: the kernel cannot be compiled or launched.
     """
     out_TF = torch.empty((len(x_TD), len(gate_up_ND) // 2), dtype=torch.float8_e4m3fn, device=x_TD.device)
+    require_contiguous(x_TD, gate_up_ND, x_scale, weight_scale, out_scale)
+    if x_TD.dtype != out_TF.dtype or gate_up_ND.dtype != out_TF.dtype:
+        raise ValueError(f"expected e4m3, got {x_TD.dtype} and {gate_up_ND.dtype}")
     if not len(x_TD):
         return out_TF
     if cluster is None:
         row_tiles = -(-len(x_TD) // ROWS)
-        cluster = CLUSTERS[row_tiles % 2 == 0 or 1 / (row_tiles + 1) <= _MOST_WASTED]
+        paired = row_tiles % 2 == 0 or 1 / (row_tiles + 1) <= _MOST_WASTED
+        cluster = max(CLUSTERS) if paired else min(CLUSTERS)
     compiled(x_TD.device.index, cluster)(x_TD, gate_up_ND, (x_scale, weight_scale, out_scale, out_TF))
     return out_TF
 
@@ -134,7 +147,7 @@ class Kernel:
                 min(self._programs, tiles), 1, 1,
                 THREADS, 1, 1,
                 self._shared_bytes,
-                torch.cuda.current_stream().cuda_stream,
+                torch.cuda.current_stream(x_TD.device).cuda_stream,
                 ctypes.addressof(arguments),
                 0,
             )
@@ -155,7 +168,15 @@ def _machine_code(cluster: int) -> bytes:
     source = source.replace("@SUMS@", ", ".join(f"%{number}" for number in range(SUMS)))
     source = source.replace("@OPERANDS@", ", ".join(f'"+f"(sum[{number}])' for number in range(SUMS)))
     dimensions = f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else ""
-    options = ["-arch=sm_90a", f"-DCLUSTER={cluster}", f"-DSTAGES={STAGES}", f"-DCLUSTER_DIMENSIONS={dimensions}"]
+    constants: dict[str, object] = {
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+        "DEPTH": DEPTH,
+        "THREADS": THREADS,
+        "STAGES": STAGES,
+    }
+    constants |= {"CLUSTER": cluster, "CLUSTER_DIMENSIONS": dimensions}
+    options = ["-arch=sm_90a", *(f"-D{name}={value}" for name, value in constants.items())]
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"gated_product.cu", 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if status.value:
@@ -170,5 +191,5 @@ def _machine_code(cluster: int) -> bytes:
 def _checked(results: tuple[Any, ...]) -> Any:
     status, *values = results
     if status.value:
-        raise CapacityError(f"a call of CUDA failed: {status!r}")
+        raise CapacityError(f"CUDA's {type(status).__name__} {status.name} from gated_product; please report it")
     return values[0] if values else None
