@@ -166,6 +166,15 @@ def test_a_flag_that_cannot_be_simulated_is_named(flags: tuple[object, ...], sai
     assert said in refused(*THROUGHPUT, *flags)
 
 
+def test_a_mixture_of_experts_is_an_upper_bound() -> None:
+    (note,) = (
+        note
+        for note in document_of(*THROUGHPUT, "--minutes", 0.01, "--output-tokens", 2, "--model", "gpt-oss-20b")["notes"]
+        if "experts" in note
+    )
+    assert "an upper bound" in note
+
+
 def test_lengths_of_another_model_are_told_of(tmp_path: Path) -> None:
     short = (*THROUGHPUT, "--minutes", 0.01, "--output-tokens", 2)
     shared = (*short, "--model", "llama3.1-405b", "--engine.tensor_parallel", 4, "--gpus-per-node", 4)

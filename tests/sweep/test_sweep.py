@@ -185,6 +185,9 @@ def test_a_sweep_is_compared_with_nothing_else(swept: Path, runs: list[Run]) -> 
     code, _, err = call_here("compare", swept, runs[0].path)
     assert code == 2
     assert "sweeps only" in err
+    code, _, err = call_here("compare", swept, swept.parent / "nope")
+    assert code == 2
+    assert "nope: no such file or folder" in err
 
 
 @pytest.mark.timing

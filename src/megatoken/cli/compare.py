@@ -71,6 +71,9 @@ def compare(
     sweeps = [found for reference in references if (found := read_sweep(Path(reference))) is not None]
     if sweeps:
         if len(sweeps) < max(2, len(references)):
+            for reference in references:
+                if "/" in reference and not Path(reference).exists():
+                    raise UsageError(f"{reference}: no such file or folder")
             raise UsageError("a sweep can be compared with sweeps only; give two folders of megatoken sweep")
         deliver(compare_sweeps(sweeps), json_only=json_only, out=out)
         return ExitCode.OK

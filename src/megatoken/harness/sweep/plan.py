@@ -140,7 +140,10 @@ def values_of(flag: str, text: str, *, whole: bool) -> tuple[float, ...]:
             first = last = 0.0
         if not 0 < first <= last < 1e6 or (whole and not (first.is_integer() and last.is_integer())):
             kind = "whole numbers" if whole else "numbers"
-            raise UsageError(f"{flag} {text}: expected {kind} above zero, such as 1,2,4,8 or 1-64, got {part!r}")
+            raise UsageError(
+                f"{flag} {text}: expected {kind} above zero and below a million, of a range the smaller first, such as "
+                f"1,2,4,8 or 1-64, got {part!r}"
+            )
         while first < last:
             values.append(first)
             first *= 2
