@@ -1,10 +1,12 @@
-"""A server that ends in the middle of a run: the console and the result say when, how, and its last words."""
+"""Servers that a run starts: what it says of one that cannot start, ends in the middle, or is slowed by its client."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from cli_support import call, call_here, write_lines
 from megatoken.audit import Severity, audit
+from megatoken.harness.result import CORE_WAIT_SHARE
 
 ANSWERS = 40
 SERVER = """
@@ -109,3 +112,55 @@ def test_a_run_that_a_signal_ends_says_why_requests_failed(tmp_path: Path) -> No
     assert "no room" in next(line for line in out.splitlines() if line.startswith("  REQUESTS_FAILED"))
     assert "REQUESTS_FAILED" in [note["code"] for note in result["notes"]]
     assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")
+@pytest.mark.timing
+def test_a_client_that_waits_for_a_core_is_not_asked_to_lower_an_engines_threads(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            try:
+                _, out, folder, result = measure(tmp_path, "pass", call)
+            finally:
+                other.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert result["core_wait_share"] > CORE_WAIT_SHARE, out
+    waits = [note for note in result["notes"] if note["code"].endswith("CORE_WAIT")]
+    assert [note["code"] for note in waits] == ["DRIVER_CORE_WAIT"]
+    assert "lower engine.threads" not in out + (folder / "report.html").read_text()
+    assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []
+
+
+def refused(tmp_path: Path, port: int, command: str) -> str:
+    """The one line with which a run that is to start ``command`` is refused."""
+    code, out, err = call_here(
+        *("run", "--endpoint", f"http://localhost:{port}/v1", "--start-server", command),
+        *("--out", tmp_path / "runs", "--endpoint.start_seconds", 20),
+    )
+    assert (code, out) == (2, "")
+    return str(err.strip().splitlines()[-1])
+
+
+def test_a_server_is_not_started_where_another_one_answers(tmp_path: Path) -> None:
+    mark = tmp_path / "started"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = int(other.getsockname()[1])
+        line = refused(tmp_path, port, shlex.join(["touch", str(mark)]))
+    assert f"http://localhost:{port}/v1 answers already: stop that server, or leave out --start-server" in line
+    assert not mark.exists()
+
+
+def test_a_server_that_ends_before_it_is_ready_is_named_with_its_last_words(tmp_path: Path) -> None:
+    line = refused(tmp_path, free_port(), "sh -c 'echo no such model; exit 3'")
+    assert "--start-server: it ended with code 3: no such model; all of it is in " in line
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [("nosuchprog -x", "nosuchprog cannot be started (No such file or directory)"), (" ", "no command")],
+)
+def test_a_server_that_cannot_be_started_is_named(tmp_path: Path, command: str, why: str) -> None:
+    assert f"--start-server: {why}" in refused(tmp_path, free_port(), command)

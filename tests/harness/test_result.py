@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatoken.harness.result import core_wait_notes, engine_notes
@@ -18,9 +20,9 @@ def test_a_busy_machine_is() -> None:
     assert (note["code"], note["share"]) == ("CORE_WAIT", 0.051)  # type: ignore[typeddict-item]
 
 
-@pytest.mark.parametrize("key", ["rack_nodes", "servers"])
-def test_threads_of_a_racks_engines_and_of_servers_are_not_the_drivers_affair(key: str) -> None:
-    (note,) = core_wait_notes(0.051, {key: []})
+@pytest.mark.parametrize("facts", [{"rack_nodes": []}, {"target": {"kind": "endpoint"}}])
+def test_threads_of_a_racks_engines_and_of_servers_are_not_the_drivers_affair(facts: dict[str, Any]) -> None:
+    (note,) = core_wait_notes(0.051, facts)
     assert note["code"] == "DRIVER_CORE_WAIT"
     assert "threads" not in note["message"]
 

@@ -70,7 +70,7 @@ def _contention(run: Run) -> Iterator[Finding]:
         yield fix(
             code,
             f"{who} waited for a core {waited:.0%} of the time that it wanted one (core_wait_share)",
-            "stop other work, or lower --engine.threads",
+            "stop other work on its machine" if remote else "stop other work, or lower --engine.threads",
         )
     for column, code_of, words, command in (
         ("memory_stalled_share", "memory_pressure", "for memory", "free memory, or lower --engine.memory_bytes"),

@@ -288,7 +288,8 @@ def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[Reaso
     if share is None or share <= CORE_WAIT_SHARE:
         return []
     # Neither the replicas of a rack nor a server are part of this process.
-    return [reason("DRIVER_CORE_WAIT" if "rack_nodes" in facts or "servers" in facts else "CORE_WAIT", share=share)]
+    elsewhere = "rack_nodes" in facts or (facts.get("target") or {}).get("kind") == "endpoint"
+    return [reason("DRIVER_CORE_WAIT" if elsewhere else "CORE_WAIT", share=share)]
 
 
 def end_notes(facts: Mapping[str, Any]) -> list[Reason]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
+import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,6 +58,15 @@ class Address:
     def url(self) -> str:
         """The whole address."""
         return f"http{'s' * self.secure}://{self.name}{self.path}"
+
+    def taken(self, seconds: float) -> bool:
+        """Whether a process of this machine accepts connections at this address, at most ``seconds`` from now."""
+        try:
+            with socket.create_connection((self.host, self.port), timeout=seconds) as one:
+                own, other = one.getsockname()[0], one.getpeername()[0]
+        except OSError:
+            return False
+        return own == other or ipaddress.ip_address(other).is_loopback
 
 
 class AnswerError(MegatokenError):

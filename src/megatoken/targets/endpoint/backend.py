@@ -60,10 +60,20 @@ class EndpointBackend:
 
     @contextmanager
     def open(self) -> Iterator[EndpointBackend]:
-        """Starts the server, if the configuration says how, for as long as the context lasts."""
+        """Starts the server, if the configuration says how, for as long as the context lasts.
+
+        Raises:
+            UsageError: it does not become ready, or another server of this machine has one of the addresses.
+        """
         endpoint = self._config.endpoint
         with ExitStack() as stack:
             if endpoint.start_server is not None:
+                for address in self._addresses:
+                    if address.taken(endpoint.connect_seconds):  # that server would be measured, not the started one
+                        raise UsageError(
+                            f"--start-server: {address.url} answers already: stop that server, or leave out"
+                            " --start-server"
+                        )
                 log = self._config.out / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-server.log"
                 self._reporter.stage("starting the server")
                 ready = lambda: self._models(0)  # noqa: E731

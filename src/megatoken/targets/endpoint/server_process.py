@@ -41,6 +41,8 @@ def started_server(
     """
     try:
         words = shlex.split(command)
+        if not words:
+            raise UsageError(f"{flag}: no command")
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.open("wb")
     except ValueError as error:
@@ -52,9 +54,8 @@ def started_server(
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
-        except (OSError, IndexError) as error:
-            why = error.strerror if isinstance(error, OSError) else "no command"
-            raise UsageError(f"{flag}: cannot be started ({why})") from None
+        except OSError as error:
+            raise UsageError(f"{flag}: {shlex.quote(words[0])} cannot be started ({error.strerror})") from None
         try:
             try:
                 _wait(process, log, ready, time.monotonic() + seconds, seconds)
