@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply({"data": [{"id": "m"}]} if self.path == "/v1/models" else {"version": "1"})
 
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with Handler.lock:
             if Handler.answered >= %d:
                 print("out of blocks", "giving up", sep="\\n", flush=True)
@@ -39,7 +40,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
             Handler.answered += 1
         time.sleep(0.01)
         choice = {"text": "yes", "finish_reason": "stop", "index": 0}
-        self.reply({"choices": [choice], "usage": {"prompt_tokens": 2, "completion_tokens": 2}})
+        usage = {"prompt_tokens": 2, "completion_tokens": 2}
+        if not asked.get("stream"):
+            return self.reply({"choices": [choice], "usage": usage})
+        begun = {"choices": [{"text": "y", "finish_reason": None, "index": 0}]}
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for event in (begun, {"choices": [choice]}, {"choices": [], "usage": usage}):
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+            time.sleep(0.005)
+        self.wfile.write(b"data: [DONE]\\n\\n")
 
     def reply(self, document, status=200):
         data = json.dumps(document).encode()
@@ -61,7 +73,9 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def measure(tmp_path: Path, then: str, run: Callable[..., Any] = call_here) -> tuple[int, str, Path, dict[str, Any]]:
+def measure(
+    tmp_path: Path, then: str, run: Callable[..., Any] = call_here, load: Sequence[object] = ("--min-duration", 0)
+) -> tuple[int, str, Path, dict[str, Any]]:
     """Runs 120 requests against a server that does ``then`` after 40 answers: exit code, output, folder, result."""
     script, port = tmp_path / "server.py", free_port()
     script.write_text(SERVER % (ANSWERS, then))
@@ -69,7 +83,7 @@ def measure(tmp_path: Path, then: str, run: Callable[..., Any] = call_here) -> t
     code, out, _ = run(
         *("run", "--endpoint", f"http://127.0.0.1:{port}/v1", "--start-server"),
         shlex.join([sys.executable, str(script), str(port)]),
-        *("--prompts", prompts, "--samples", 120, "--min-duration", 0, "--warm-up", 0, "--out", tmp_path / "runs"),
+        *("--prompts", prompts, "--samples", 120, *load, "--warm-up", 0, "--out", tmp_path / "runs"),
         *("--endpoint.max_in_flight", 4, "--endpoint.processes", 1),
     )
     [folder] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
@@ -164,3 +178,24 @@ def test_a_server_that_ends_before_it_is_ready_is_named_with_its_last_words(tmp_
 )
 def test_a_server_that_cannot_be_started_is_named(tmp_path: Path, command: str, why: str) -> None:
     assert f"--start-server: {why}" in refused(tmp_path, free_port(), command)
+
+
+def test_first_tokens_of_failed_samples_are_not_held_against_a_run(tmp_path: Path) -> None:
+    """LoadGen's percentiles of TTFT and TPOT are then of memory that it never set; its other fields still count."""
+    load = ("--scenario", "server", "--rate", 60, "--min-duration", 2)
+    code, out, folder, result = measure(tmp_path, "os._exit(7)", load=load)
+    assert code == 3 and result["samples_failed"] > result["samples_completed"] > 0
+    assert "LOADGEN_DISAGREES" not in out + json.dumps(result)
+    found = {item.id: item for item in audit(folder).findings}
+    assert [item.id for item in found.values() if item.severity is Severity.FAIL] == []
+    assert found["result.latencies"].severity is Severity.UNKNOWN
+    assert "samples failed" in found["result.latencies"].found
+    summary = folder / "mlperf" / "mlperf_log_summary.txt"
+    said = summary.read_text()
+    summary.write_text(re.sub("(99.00 percentile first token latency .*: ).*", r"\g<1>7", said))
+    changed = {item.id: item for item in audit(folder).findings}["summary.fields"]
+    assert changed.severity is Severity.UNKNOWN and changed.found == found["result.latencies"].found
+    summary.write_text(re.sub("(Completed samples per second *: ).*", r"\g<1>999.00", said))
+    _, text, _ = call_here("audit", folder)
+    assert "1 check of" in text and "fails; a run reports INVALID: FAILED_SAMPLES" in " ".join(text.split())
+    assert "Summary and detail log agree" in text

@@ -55,7 +55,7 @@ def _performance(
             yield f"{name}_LIMIT", theirs, limit
         if log[f"requested_server_{name.lower()}_latency"] / 1e9 > limit:
             yield "LATENCY_LIMITS", log[f"requested_server_{name.lower()}_latency"] / 1e9, limit
-        if own is not None:
+        if own is not None and not any(row["error"] for row in rows):
             late = 0.05 * LIMITS[scenario][0] / (1 if name == "TTFT" else max(1.0, own["tokens_after_first"]))
             ours = own[f"{name.lower()}_p99_seconds"]
             if abs(theirs - ours) > late + 0.05 * theirs:

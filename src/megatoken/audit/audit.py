@@ -42,6 +42,7 @@ from megatoken.audit.documents import (
     READABLE,
     accuracy_results_in,
     configurations_in,
+    json_values,
     named_system,
     systems_in,
     user_conf_of,
@@ -165,13 +166,13 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
             ledger.add(READABLE[kind](file, damage))
     interrupted = interruptions(tree, run_folders)
 
-    def ended_early(run: RunFiles) -> bool:
-        folder = owner(run.folder, folders)
-        return folder in interrupted if folder is not None else ABANDONED in run.others and not rules_claimed
-
     def job(run: RunFiles) -> Job:
         system, user_conf = _system_path(run, systems), user_conf_of(tree, run.folder)
-        return Job(str(tree.root), run, system, claimed, rules_claimed, user_conf, ended_early(run))
+        folder = owner(run.folder, folders)
+        early = folder in interrupted if folder is not None else ABANDONED in run.others and not rules_claimed
+        result = {} if folder is None else json_values(tree, below(folder, RESULT)) or {}
+        failed = bool(result.get("samples_failed"))
+        return Job(str(tree.root), run, system, claimed, rules_claimed, user_conf, early, failed)
 
     runs = []
     lines: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # large, and alike in all runs of one kind

@@ -52,6 +52,7 @@ class Job:
     rules_claimed: bool
     user_conf: str | None = None  # path of the one that speaks for it
     interrupted: bool = False  # its run folder says that the run did not come to its end
+    samples_failed: bool = False  # and that samples ended with an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +147,8 @@ def _examine(job: Job) -> Examined:
         files = replace(files, role=Role.COMPLIANCE)  # where no folder says what the run is
     ruled = has_rules(job.round or figures.round)
     benchmark = benchmark_of(job.files.benchmark, figures.data_set_rows, job.round) if ruled else None
-    view = RunView(
-        files=files,
-        detail=detail,
-        summary=summary_log,
-        accuracy=accuracy,
-        figures=figures,
-        benchmark=benchmark,
-        round=job.round,
-        rules_claimed=job.rules_claimed,
-        user_conf=_user_conf(root, job.user_conf),
-        interrupted=job.interrupted,
-    )
+    stated = (job.round, job.rules_claimed, _user_conf(root, job.user_conf), job.interrupted, job.samples_failed)
+    view = RunView(files, detail, summary_log, accuracy, figures, benchmark, *stated)
     for run_check in (*(LINE_CHECKS if detail.first else (lines.readable,)), *RUN_CHECKS):
         try:
             observations += run_check(view)

@@ -17,6 +17,7 @@ from megatoken.mlperf.run_figures import RunFigures
 from megatoken.mlperf.summary_log import SummaryLog
 
 MOST_LINES = 20
+MEANINGLESS = "samples failed, so LoadGen's times to first token and per output token mean nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class RunView:
     rules_claimed: bool  # a submission, or --round
     user_conf: tuple[str, str] | None  # its path and text
     interrupted: bool  # the run folder says that the run did not come to its end
+    samples_failed: bool  # and that samples ended with an error: LoadGen never sets their first tokens
 
     @property
     def detail_path(self) -> str:

@@ -88,10 +88,10 @@ def concluded(
         client=ClientCapacity(**client) if client else None,
         samples_per_second=facts["offered_samples_per_second"],
         wall_clock_step_seconds=facts["wall_clock_step_seconds"],
+        failed_samples=int(samples.failed.sum()),
     )
     unmet, doubtful = unmet_rules(round_of(facts["rules"] or DEFAULT_ROUND, of), log, observed), doubts(log, observed)
-    failed = int(samples.failed.sum())
-    verdict, reasons = judge(claimed, unmet, failed, len(samples), judged.reasons, doubtful)
+    verdict, reasons = judge(claimed, unmet, observed.failed_samples, len(samples), judged.reasons, doubtful)
     verdict, reasons = _without_replicas(verdict, reasons, [*lost_replicas(facts), *lost_endpoints(facts)])
     if saturated := saturated_client(facts, samples, limits):
         verdict, reasons = Verdict.INVALID, [*reasons, *saturated]

@@ -75,6 +75,7 @@ class Observed:
     client: ClientCapacity | None = None  # capacity of the client, if it was measured
     samples_per_second: float | None = None  # the rate offered, to compare with that capacity
     wall_clock_step_seconds: float = 0.0  # the largest step by which the wall clock was set during the run
+    failed_samples: int = 0  # samples that ended with an error
 
 
 class Ruling(NamedTuple):
@@ -246,7 +247,8 @@ def _one_line(text: object) -> str:
 
 def _doubts(log: DetailLog, observed: Observed) -> Iterator[Shortfall]:
     if observed.mode == "performance":
-        if observed.latencies is not None and observed.limits is not None:
+        # Of samples without a first token LoadGen's percentiles hold memory that it never set.
+        if observed.latencies is not None and observed.limits is not None and not observed.failed_samples:
             yield from _disagreement(log, observed.latencies, observed.limits)
         yield from _client(observed)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from megatoken.audit.finding import Outcome, Severity, check, free_of, listed, outcome, shown
-from megatoken.audit.view import RunView, has_result
+from megatoken.audit.view import MEANINGLESS, RunView, has_result
 from megatoken.mlperf.constraints import FLAGS, SIX_DIGITS, constraints_met
 from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
 from megatoken.mlperf.early_stopping import STOPPING_KEYS, EarlyStopping
@@ -147,16 +147,17 @@ def first_tokens(run: RunView) -> Outcome | None:
 @check("result.latencies", "Latencies can be of one set", "Percentiles rise, and they bound the mean.", has_result)
 def latencies(run: RunView) -> Outcome | None:
     figures = run.figures
+    ttfts, tpots = ({}, {}) if run.samples_failed else (figures.ttft_seconds, figures.tpot_seconds)
     tables: tuple[tuple[str, Mapping[str, float], str], ...] = (
         ("latency", figures.latency_seconds, "result_50.00_percentile_latency_ns"),
-        ("TTFT", figures.ttft_seconds, "result_first_token_50.00_percentile_latency_ns"),
-        ("TPOT", figures.tpot_seconds, "result_time_per_output_token_50.00_percentile_ns"),
+        ("TTFT", ttfts, "result_first_token_50.00_percentile_latency_ns"),
+        ("TPOT", tpots, "result_time_per_output_token_50.00_percentile_ns"),
     )
     problems = {}
     for name, values, key in tables:
         if found := disorder(values) or impossible_mean(values, figures.samples_issued):
             problems[f"{name}: {found}"] = key
-    for name, ttft in figures.ttft_seconds.items():
+    for name, ttft in ttfts.items():
         latency = figures.latency_seconds.get(name, math.inf)
         if ttft > latency:
             problems[f"{name} of TTFT is {ttft:g} s, above that of the latency, {latency:g} s"] = tables[1][2]
@@ -164,8 +165,8 @@ def latencies(run: RunView) -> Outcome | None:
     expected = "percentiles that rise, a mean that fits them, first tokens no later than last ones"
     where = run.at(*(problems.values() or ["result_mean_latency_ns"]))
     compared = sum(len(values) for _, values, _ in tables)
-    if not compared:
-        return outcome(None, expected, "no latencies", where)
+    if not compared or (run.samples_failed and figures.ttft_seconds and not problems):
+        return outcome(None, expected, MEANINGLESS if compared else "no latencies", where)
     return free_of(problems, expected, f"{compared} such latencies", where)
 
 

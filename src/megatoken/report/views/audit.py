@@ -58,6 +58,7 @@ def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points
         [claim for claim in claims if claim.text("answer") == word]
         for word in ("does not hold", "cannot be determined")
     )
+    against = _against_itself(findings)
     if claims:
         right = len(claims) - len(wrong) - len(open_claims)
         holds = f"{right} of {count_of(len(claims), 'claim')} {'holds' if right == 1 else 'hold'}" + (
@@ -69,8 +70,8 @@ def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points
             holds = f"The claim {'holds' if right else claims[0].text('answer')}."
     elif fails:
         broken = f"{count_of(len(fails), 'check')} of {len(findings)} {'fails' if len(fails) == 1 else 'fail'}"
-        holds = f"The results do not stand as they are: {broken}."
-    elif against := _against_itself(findings):
+        holds = f"The results do not stand as they are: {'; '.join(filter(None, (broken, against)))}."
+    elif against:
         holds = f"No check fails, but the results do not stand by themselves: {against}."
     elif unknowns:
         holds = f"No check fails; {len(unknowns)} of {len(findings)} cannot be answered."
