@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_measuring import graph_microseconds, report, require_gpu, write_report
+from gpu_measuring import back_to_back, distinct_weights, graph_microseconds, report, require_gpu, write_report
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import fused
 from megatoken.engine.ops.gated_product import CLUSTERS, gated_product, interleaved
@@ -31,12 +31,9 @@ from megatoken.hardware.qualify.gpu_timing import (
     E4M3_SPREAD,
     device_uuid,
     gaussian_e4m3,
-    repeat_for,
 )
 
 OUT_SCALE = 0.02
-DISTINCT_WEIGHT_BYTES = 2 * 2**30
-LAUNCHES = 8
 Scales = tuple[Tensor, Tensor]
 Way = Callable[[Tensor], Any]
 
@@ -95,19 +92,9 @@ def largest_error(x: Tensor, weight: Tensor, scales: Scales, out_scale: Tensor) 
 
 def measure(run: Way, weights: Sequence[Tensor], seconds: float, sampler: PowerSampler) -> dict[str, float]:
     """Back to back."""
-    launched = 0
-
-    def once() -> None:
-        nonlocal launched
-        for _ in range(LAUNCHES):
-            run(weights[launched % len(weights)])
-            launched += 1
-
-    repeat_for(seconds / 5, once)
-    begin = time.monotonic()
-    passes, elapsed = repeat_for(seconds, once)
-    power = sampler.between(begin, time.monotonic())
-    launch_seconds = elapsed / (passes * LAUNCHES)
+    in_turn = cycle(weights)
+    count, elapsed, power = back_to_back(lambda: run(next(in_turn)), seconds, sampler)
+    launch_seconds = elapsed / count
     return {
         "microseconds": launch_seconds * 1e6,
         "watts": power.watts,
@@ -168,9 +155,8 @@ def main() -> None:
         require_gpu()
         config = SHAPES[options.shape]
         columns, depth = 2 * config.intermediate_size, config.hidden_size
-        count = max(2, min(40, DISTINCT_WEIGHT_BYTES // (columns * depth)))
         with PowerSampler(device_uuid()) as sampler, torch.inference_mode():
-            weights = [gaussian_e4m3(columns, depth) for _ in range(count)]
+            weights = distinct_weights(columns, depth)
             results = [of_tokens(tokens, weights, options, sampler) for tokens in options.tokens]
         chosen = {**vars(options), "out": options.out.name}
         write_report(options.out, report("gated_product.py", {"options": chosen, "results": results}))

@@ -10,6 +10,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -25,10 +26,14 @@ from megatoken.engine.runner import ModelRunner
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import CapacityError
 from megatoken.hardware.inventory import take_inventory
+from megatoken.hardware.power import Power, PowerSampler
 from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gaussian, gaussian_e4m3, repeat_for, timing_event
 
 PRODUCT_SIDE = 8192
 COPY_BYTES = 2**32
+DISTINCT_WEIGHT_BYTES = 2 * 2**30
+LAUNCHES = 8
+"""Of sustained load, between two events."""
 FACTS = (
     "name",
     "driver_version",
@@ -106,6 +111,32 @@ def device_state() -> dict[str, str]:
     query = ["nvidia-smi", f"--query-gpu={','.join(FACTS)}", "--format=csv,noheader", f"--id={device_uuid()}"]
     values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
     return dict(zip(FACTS, values, strict=True))
+
+
+# Sustained load ---------------------------------------------------------------------------------------------------
+
+
+def distinct_weights(rows: int, columns: int) -> list[Tensor]:
+    """Random e4m3 matrices [rows, columns] of 2 GiB together, 2 to 40 of them, to be used in turn."""
+    count = max(2, min(40, DISTINCT_WEIGHT_BYTES // (rows * columns)))
+    return [gaussian_e4m3(rows, columns) for _ in range(count)]
+
+
+def back_to_back(launch: Callable[[], Any], seconds: float, sampler: PowerSampler) -> tuple[int, float, Power]:
+    """Launch again and again; a fifth of the time before, in which the clock settles, does not count.
+
+    Returns:
+        How often, the seconds that the device took for it, and the power meanwhile.
+    """
+
+    def once() -> None:
+        for _ in range(LAUNCHES):
+            launch()
+
+    repeat_for(seconds / 5, once)
+    begin = time.monotonic()
+    passes, elapsed = repeat_for(seconds, once)
+    return passes * LAUNCHES, elapsed, sampler.between(begin, time.monotonic())
 
 
 # Ceilings ---------------------------------------------------------------------------------------------------------

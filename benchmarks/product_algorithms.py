@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_measuring import report, require_gpu, write_report
+from gpu_measuring import back_to_back, distinct_weights, report, require_gpu, write_report
 from megatoken.engine.config import SHAPES
 from megatoken.errors import CapacityError, MegatokenError
 from megatoken.hardware.power import PowerSampler
@@ -48,7 +48,6 @@ SEARCH_SECONDS = 2.0
 MOST_CANDIDATES = 150
 BURST_SECONDS, SHORT_SECONDS = 0.06, 1.0
 SHORT_LIST, FINAL_LIST = 20, 5
-DISTINCT_WEIGHT_BYTES = 2 * 2**30
 
 
 class Algorithm(ctypes.Structure):
@@ -128,8 +127,7 @@ class ProductPlan:
 
     def __init__(self, library: Library, product: Product, tokens: int) -> None:
         self.library, self.product, self.tokens = library, product, tokens
-        count = max(2, min(40, DISTINCT_WEIGHT_BYTES // (product.outputs * product.inputs)))
-        self.weights = [gaussian_e4m3(product.outputs, product.inputs) for _ in range(count)]
+        self.weights = distinct_weights(product.outputs, product.inputs)
         self.x = gaussian_e4m3(tokens, product.inputs)
         self.y = torch.empty(tokens, product.outputs, dtype=BF16, device=DEVICE)
         self.x_scale = torch.full((1,), 1 / E4M3_SPREAD, device=DEVICE)
@@ -293,17 +291,7 @@ def in_random_order(space: Sequence[Sequence[int]], deadline: float) -> Iterator
 
 def measure_one(plan: ProductPlan, algorithm: Algorithm, seconds: float, sampler: PowerSampler) -> Measured:
     """Run it back to back; the first fifth, in which the clock settles, does not count."""
-    launches = 8
-
-    def once() -> None:
-        for _ in range(launches):
-            plan.run(algorithm)
-
-    repeat_for(seconds / 5, once)
-    begin = time.monotonic()
-    passes, elapsed = repeat_for(seconds, once)
-    power = sampler.between(begin, time.monotonic())
-    count = passes * launches
+    count, elapsed, power = back_to_back(lambda: plan.run(algorithm), seconds, sampler)
     return Measured(
         plan.settings(algorithm),
         elapsed,

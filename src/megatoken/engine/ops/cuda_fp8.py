@@ -64,9 +64,7 @@ class TensorScaledLinear(Linear):
         if self.bias is not None or obstacle(columns // 2, depth, self.weight.device) is not None:
             return self
         weight_ND = interleaved(self.weight.view(torch.uint8)).view(self.weight.dtype)
-        return GatedLinear(
-            weight_ND, None, self.input_scale, weight_scale=self.weight_scale, largest_input=self.largest_input
-        )
+        return GatedLinear(weight_ND, None, self.input_scale, weight_scale=self.weight_scale)
 
     def _measured(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """e4m3 values and their scale by the largest of this step."""
