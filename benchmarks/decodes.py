@@ -50,6 +50,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama3.1-8b")
     parser.add_argument("--precision", choices=["fp8", "bf16"], default="fp8")
+    parser.add_argument("--packed", action="store_true", help="four-bit weights that stay packed in memory (fp8)")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="decodes in a step")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
@@ -60,7 +62,9 @@ def main() -> int:
     except MegatokenError as error:
         print(f"decodes.py: {error}", file=sys.stderr)
         return int(error.exit_code)
-    facts = {name: getattr(options, name) for name in ("shape", "precision", "prompt_tokens", "tensor_parallel")}
+    facts = {
+        name: getattr(options, name) for name in ("shape", "precision", "packed", "prompt_tokens", "tensor_parallel")
+    }
     write_report(options.out, report("decodes.py", {**facts, "answer_tokens": ANSWER_TOKENS, "steps": figures}))
     return 0
 
@@ -69,15 +73,18 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One engine after the other, so that large models fit: each is loaded twice."""
     copy_rate = copy_gigabytes_per_second()
     torch.cuda.empty_cache()
-    times: dict[bool, dict[int, list[float]]] = {graphs: {rows: [] for rows in ROWS} for graphs in (False, True)}
+    times: dict[bool, dict[int, list[float]]] = {
+        graphs: {rows: [] for rows in options.rows} for graphs in (False, True)
+    }
     for graphs in (False, True, True, False):
         tokens = options.prompt_tokens + ANSWER_TOKENS
         config = EngineConfig(
             precision=options.precision, tensor_parallel=options.tensor_parallel, cuda_graphs=graphs,
-            max_length=tokens, max_sequences=max(ROWS), cache_tokens=max(ROWS) * (tokens + 64),
+            packed_weights=options.packed or None,
+            max_length=tokens, max_sequences=max(options.rows), cache_tokens=max(options.rows) * (tokens + 64),
         )  # fmt: skip
         engine = Engine(options.shape, config, random_weights=True)
-        for rows in ROWS:
+        for rows in options.rows:
             times[graphs][rows].append(milliseconds_per_step(engine, rows, options.prompt_tokens))
         weights_bytes = engine.memory_plan.weights_bytes
         del engine
@@ -87,7 +94,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         bytes_per_token(SHAPES[options.shape], find_scheme(options.precision), "cuda") / options.tensor_parallel
     )
     figures = []
-    for rows in ROWS:
+    for rows in options.rows:
         eager, graph = (statistics.mean(times[graphs][rows]) for graphs in (False, True))
         read = weights_bytes + rows * (options.prompt_tokens + ANSWER_TOKENS / 2) * token_bytes
         bound = read / copy_rate / 1e6

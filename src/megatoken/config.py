@@ -82,6 +82,7 @@ class EngineSection(Section):
     fp8_scales: Literal["tensor", "row"] = Field(
         default="tensor", description="scales of fp8: one for each weight and its inputs, or one for each row"
     )
+    packed_weights: bool | None = Field(default=None, description="four-bit weights stay packed on a GPU")
     overlap: bool | None = Field(default=None, description="plan the next step while one runs")
     cuda_graphs: bool = Field(default=True, description="replay steps of few rows on a GPU as one launch")
     target_step_seconds: Rate | None = Field(

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from megatoken.engine.ops import gated_product
+from megatoken.engine.ops import gated_product, nvrtc
 from megatoken.engine.ops.gated_product import CLUSTERS, interleaved, obstacle
 
 
@@ -22,7 +22,7 @@ def test_not_on_a_cpu() -> None:
     assert obstacle(128, 128, torch.device("cpu")) == "it is written for compute capability 9.0"
 
 
-@pytest.mark.skipif(gated_product._compiler_obstacle() is not None, reason="NVRTC is not installed")
+@pytest.mark.skipif(nvrtc.compiler_obstacle() is not None, reason="NVRTC is not installed")
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_kernel_is_compiled_without_a_gpu(cluster: int) -> None:
     assert gated_product._machine_code(cluster).startswith(b"\x7fELF")
@@ -30,8 +30,8 @@ def test_the_kernel_is_compiled_without_a_gpu(cluster: int) -> None:
 
 def test_a_compiler_that_is_missing_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    gated_product._compiler_obstacle.cache_clear()
+    nvrtc.compiler_obstacle.cache_clear()
     try:
-        assert "cannot use NVRTC" in str(gated_product._compiler_obstacle())
+        assert "cannot use NVRTC" in str(nvrtc.compiler_obstacle())
     finally:
-        gated_product._compiler_obstacle.cache_clear()
+        nvrtc.compiler_obstacle.cache_clear()

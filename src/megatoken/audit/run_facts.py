@@ -212,7 +212,8 @@ def _planned(run: Run, plan: Mapping[str, Any]) -> Iterator[str]:
         return
     ranks = config.get("tensor_parallel") or 1
     sizes = {name: plan[name] for name in ("page_size", "max_batched_tokens", "max_sequences", "max_length")}
-    own = {name: config[name] for name in ("fp8_scales", "cuda_graphs") if config.get(name) is not None}
+    names = ("fp8_scales", "packed_weights", "cuda_graphs")
+    own = {name: config[name] for name in names if config.get(name) is not None}
     available = plan["available_bytes"] * (ranks if plan["device"] == "cpu" else 1)
     own |= {"tensor_parallel": ranks, "cache_tokens": plan["pages"] * plan["page_size"]}
     try:

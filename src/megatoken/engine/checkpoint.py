@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, end_token_ids, model_folder
 from megatoken.engine.hugging_face import model_config
 from megatoken.engine.quantized_checkpoint import QuantizedTensors, declared, expected_tensors
 from megatoken.engine.quantized_layouts import Expected
+from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.stacked_experts import StackedExperts
 from megatoken.engine.tensor_files import FETCH, StoredTensor, find_tensors, one_line_errors, read_json
-from megatoken.errors import CheckpointError
+from megatoken.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
     import torch
@@ -79,6 +80,11 @@ class Checkpoint:
                 quantized = QuantizedTensors(declaration, config, tensors)
         return cls(config, tensors, quantized, content_hash, stacked)
 
+    def keep_packed(self) -> None:
+        """Raises ConfigError: no linear is stored in four bits."""
+        if not isinstance(self.quantized, QuantizedTensors) or not self.quantized.groups():
+            raise ConfigError(f"packed_weights: {self.config.name} has no four-bit weights; leave it on null")
+
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """One weight as a fresh tensor that holds no file open; takes a few MB more than its result.
 
@@ -121,12 +127,17 @@ class RandomWeights:
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self.config = config  # the shape
-        self.quantized: None = None  # None: linears are drawn before they are quantised
+        # None: linears are drawn before they are quantised
+        self.quantized: RandomFourBit | None = None
         experts = "" if config.experts is None else f" {config.experts}"
         # SHA-256 over shape and seed
         self.content_hash = hashlib.sha256(f"random {seed} {replace(config, name='')}{experts}".encode()).hexdigest()
         self._seed = seed
         self._shapes = config.tensor_shapes()
+
+    def keep_packed(self) -> None:
+        """Linears are four-bit from now on."""
+        self.quantized = RandomFourBit(self)
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """One weight as a fresh tensor, drawn on ``device``; on the CPU in float32 by as many threads as torch uses."""
@@ -154,6 +165,29 @@ class RandomWeights:
             blocks = torch.split(result.view(-1), _BLOCK_ELEMENTS)
             list(pool.map(fill, range(len(blocks)), blocks))
         return result
+
+
+class RandomFourBit:
+    """The linears of random weights as NVFP4, as if a checkpoint stored them so."""
+
+    def __init__(self, plain: RandomWeights) -> None:
+        self.expanded: dict[str, bool] = {}
+        self._plain = plain
+
+    def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any:
+        """One weight in the scheme's format."""
+        from megatoken.engine.schemes.packed4 import draw
+
+        kept = scheme.keep(lambda: draw(self._plain.read(name, scheme.activation_dtype, device)))
+        return None if kept is None else kept[0]
+
+    def four_bit(self, name: str) -> None:
+        """None outside of ``read``."""
+        return
+
+    def cache_scales(self, layer: int) -> tuple[float, float]:
+        """None."""
+        return 1.0, 1.0
 
 
 def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0) -> Checkpoint | RandomWeights:

@@ -233,6 +233,7 @@ class EngineConfig:
     overlap: bool | None = None
     cuda_graphs: bool = True
     fp8_scales: Fp8Scales = "tensor"
+    packed_weights: bool | None = None
     target_step_seconds: float | None = None
     prefix_cache: bool = False
     fair_slowdown: float | None = FAIR_SLOWDOWN

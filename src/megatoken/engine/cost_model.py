@@ -12,7 +12,7 @@ A step's time is the sum of its parts:
   at the rate of dense products, which is an upper bound;
 - attention: for decodes the bytes of cached keys and values, for prompts operations; in layers with a window those of
   the keys in it;
-- elementwise work: bytes;
+- elementwise work, and the expansion of packed weights in steps of many tokens: bytes;
 - the head, for tokens that sample; gaps between launches; sums and gathers over the ranks of tensor parallelism.
 
 Power limits a Hopper GPU under such load: its clock is the highest at which the step's operations and bytes stay within
@@ -31,6 +31,7 @@ from megatoken.engine.config import ModelConfig, sharded
 from megatoken.engine.gpus import Gpu
 from megatoken.engine.memory import (
     GATHERED_HEAD_SIZES,
+    PACKED_TOKENS,
     gathers_contexts,
     most_recorded_tokens,
     records_step,
@@ -144,7 +145,7 @@ class CostModel:
         self._layers, self._seconds_per_sequence = model.layers, seconds_per_sequence
         D, F, V, L = m.hidden_size, m.intermediate_size, m.vocabulary_size, m.layers
         queries, keys = m.heads * m.head_dim, m.kv_heads * m.head_dim
-        item, cache_item = scheme.weight_bytes, scheme.cache_item_bytes("cuda")
+        item, cache_item = scheme.input_bytes, scheme.cache_item_bytes("cuda")
         # In the last layer, only tokens that sample go through the products after qkv.
         experts = m.experts
         sparse_layers, last_sparse, choices, expert_width = 0, 0, 0, 0
@@ -169,7 +170,9 @@ class CostModel:
         in_samples = [(queries, D, 1), *feed_forward(last_dense, last_sparse)]
         rate, head_rate, self.basis = _product_rates(gpu, scheme)
         self._token, self._sample = _Products(in_every_token, rate, item), _Products(in_samples, rate, item)
-        self._weights_bytes = m.linear_parameters * item
+        self._weights_bytes = m.linear_parameters * scheme.weight_bytes
+        # Of packed weights, once they are expanded to the format of the inputs.
+        self._expanded_bytes = m.linear_parameters * item if scheme.stays_packed else 0.0
         self._weights_rate = WEIGHTS_SHARE * gpu.memory_bytes_per_second
 
         bandwidth = gpu.memory_bytes_per_second
@@ -264,6 +267,10 @@ class CostModel:
         else:
             chunk_seconds = chunk_operations / self._chunk_rate
         elementwise_bytes = tokens * self._token_bytes + samples * self._sample_bytes
+        weights_bytes = self._weights_bytes - self._experts_bytes * math.pow(self._idle_share, tokens)
+        if self._expanded_bytes and tokens > PACKED_TOKENS:
+            elementwise_bytes += weights_bytes + self._expanded_bytes
+            weights_bytes = self._expanded_bytes
         elementwise = elementwise_bytes / self._elementwise_rate
         gaps = self._layers * GAP_SECONDS
         transfers = (
@@ -272,7 +279,6 @@ class CostModel:
         stack = sequences * self._seconds_per_sequence
         head_seconds = samples * self._head_seconds
 
-        weights_bytes = self._weights_bytes - self._experts_bytes * math.pow(self._idle_share, tokens)
         weights_seconds = weights_bytes / self._weights_rate
         clock, watts = 1.0, math.nan  # the clock as a share of the highest
         if self._limit_watts is not None:

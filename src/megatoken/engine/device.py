@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import torch
 
+from megatoken.engine.checkpoint import Checkpoint, RandomWeights
 from megatoken.engine.config import EngineConfig, ModelConfig, sharded
 from megatoken.engine.memory import MemoryPlan, check_sizes, plan_memory_of
 from megatoken.engine.ops import Ops
 from megatoken.engine.ops.cpu_packed import saved_bytes
 from megatoken.engine.quantized_checkpoint import QuantizedTensors
-from megatoken.engine.schemes import LinearScheme, scheme_of, unknown_precision
+from megatoken.engine.quantized_layouts import Groups
+from megatoken.engine.schemes import FP8, FP8_PACKED, LinearScheme, scheme_of, unknown_precision
 from megatoken.errors import CapacityError, ConfigError, how_to_install
 
 # Loading leaves holes between tensors of different sizes, 3.5 GB in a 70B model; expandable segments leave none.
@@ -85,6 +89,19 @@ def available_memory_bytes(device: torch.device) -> int:
     return min(available, limit - used + int(statistics.get("inactive_file", 0)))
 
 
+def settle(source: Checkpoint | RandomWeights, config: EngineConfig) -> tuple[EngineConfig, MemoryPlan]:
+    """``config`` with what the plan decided, and the plan. Random weights that are to stay packed become four-bit.
+
+    Raises:
+        ConfigError: as ``plan_memory``, or the checkpoint has no weights to keep packed.
+        CapacityError: as ``plan_memory``.
+    """
+    memory = plan_memory(source.config, config, source.quantized)
+    if memory.packed_weights:
+        source.keep_packed()
+    return replace(config, packed_weights=memory.packed_weights), memory
+
+
 def plan_memory(model: ModelConfig, config: EngineConfig, stored: object = None) -> MemoryPlan:
     """Derive every size of an engine on this machine.
 
@@ -104,9 +121,39 @@ def plan_memory(model: ModelConfig, config: EngineConfig, stored: object = None)
         raise CapacityError(
             f"tensor_parallel {config.tensor_parallel} needs as many GPUs; this machine has {torch.cuda.device_count()}"
         )
-    scheme, packed_saves = scheme_of(config), 0
-    if isinstance(stored, QuantizedTensors) and config.tensor_parallel == 1 and scheme.fp8_scales is None:
-        groups = stored.groups()
-        if groups and operations(device).keeps_packed(scheme.activation_dtype):
-            packed_saves = saved_bytes(model, groups, scheme.activation_bytes)
-    return plan_memory_of(model, config, device.type, available_memory_bytes(device), packed_saves)
+    scheme, packed_saves, available = scheme_of(config), 0, available_memory_bytes(device)
+    groups = stored.groups() if isinstance(stored, QuantizedTensors) and config.tensor_parallel == 1 else {}
+    if groups and scheme.fp8_scales is None and operations(device).keeps_packed(scheme.activation_dtype):
+        packed_saves = saved_bytes(model, groups, scheme.activation_bytes)
+    if config.packed_weights:
+        if obstacle := _packing_obstacle(device):
+            raise CapacityError(f"packed_weights: {obstacle}; leave it on null")
+        packed_saves = _packed_saves(model, groups) if stored is not None else 0
+    try:
+        return plan_memory_of(model, config, device.type, available, packed_saves)
+    except CapacityError:
+        undecided = config.packed_weights is None and scheme is FP8 and model.experts is None
+        if not (undecided and groups and _packing_obstacle(device) is None):
+            raise
+        packed = replace(config, packed_weights=True)
+        return plan_memory_of(model, packed, device.type, available, _packed_saves(model, groups))
+
+
+def _packing_obstacle(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "weights stay packed in fp8 on a GPU"
+    from megatoken.engine.ops import packed_product
+
+    return packed_product.obstacle(device)
+
+
+def _packed_saves(model: ModelConfig, groups: Mapping[str, Groups]) -> int:
+    """What weights on a GPU take less than NVFP4 would: more where they are expanded, in fp8."""
+    from megatoken.engine.ops import packed_product
+
+    saved = 0.0
+    for name, (rows, columns) in model.linear_shapes.items():
+        group, zeros = groups.get(name, Groups(0, zeros=True))
+        packed = group in packed_product.GROUPS and not zeros and packed_product.fit(rows, columns)
+        saved += rows * columns * (FP8_PACKED.weight_bytes - (0.5 + 1 / group if packed else FP8.weight_bytes))
+    return round(saved)

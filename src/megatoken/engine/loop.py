@@ -107,7 +107,7 @@ class Engine:
         return engine
 
     def _start(self, runner: Runner, config: EngineConfig) -> None:
-        self.config = config
+        self.config = replace(config, packed_weights=runner.memory_plan.packed_weights)
         self.model_config, self.memory_plan, self.recorded = runner.model_config, runner.memory_plan, runner.recorded
         self.content_hash, self.tokenizer, self.gpu_uuids = runner.content_hash, runner.tokenizer, runner.gpu_uuids
         self._runner = runner

@@ -40,6 +40,8 @@ GPU_COLLECTIVES_BYTES = 2_000_000_000
 """Memory of each GPU of a group, which NCCL takes at the first sum; without it 405B on four H200 ran out of memory. The
 memory that ranks share replaces tensors of a step."""
 EXPERT_SCALE_BYTES = 4
+PACKED_TOKENS = 64
+"""Most tokens whose products read packed weights on a GPU; for more, each weight is expanded to e4m3 first."""
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 LARGE_WEIGHTS_TOKENS_ON_CPU = 1024  # large weights are read from memory in every step, so fewer steps read less
@@ -72,6 +74,7 @@ class MemoryPlan:
     # Keys of the largest window, and the pages of their own that layers with windows have; 0 if they share all pages.
     window: int = 0
     window_pages: int = 0
+    packed_weights: bool = False  # four-bit weights stay packed on a GPU
 
     @property
     def total_bytes(self) -> int:
@@ -108,9 +111,10 @@ class MemoryPlan:
         """The plan as text, one fact a line."""
         libraries = "GPU libraries" if self.device == "cuda" else "Python and libraries"
         windows = f", {self.window_pages:,} more for windows of {self.window:,} tokens" if self.window_pages else ""
+        packed = "  packed in four bits, expanded to fp8 in steps of many tokens" if self.packed_weights else ""
         return [
             f"device     {self.device}",
-            f"weights    {_gigabytes(self.weights_bytes)}",
+            f"weights    {_gigabytes(self.weights_bytes)}{packed}",
             f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} "
             f"page{'s' * (self.pages != 1)} of {self.page_size}{windows}; filled as requests need it",
             f"workspace  {_gigabytes(self.workspace_bytes)}  steps of "
@@ -161,6 +165,10 @@ def plan_memory_of(
     """
     check_sizes(config)
     scheme = scheme_of(config)
+    if scheme.stays_packed and (device != "cuda" or config.tensor_parallel > 1 or model.experts is not None):
+        raise ConfigError(
+            "packed_weights: weights stay packed in fp8 on one GPU that has a whole dense model; leave it on null"
+        )
     model = sharded(model, config.tensor_parallel)
     on_gpu = device == "cuda"
     page_size = config.page_size or DEFAULT_PAGE_SIZE
@@ -204,6 +212,9 @@ def plan_memory_of(
         graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, rows + GRAPH_CHUNKS, max_length)
         # Recorded steps share a memory pool, and run outside it first.
         process += model.layers * GRAPH_LAYER_BYTES + 2 * graph_step
+    # A whole linear is expanded at a time, in steps and in the memory of recorded ones.
+    expanded = max(2 * model.intermediate_size, 2 * model.hidden_size) * model.hidden_size if scheme.stays_packed else 0
+    process += 2 * expanded
 
     if config.memory_bytes is not None:
         available = min(available, config.memory_bytes)
@@ -251,6 +262,7 @@ def plan_memory_of(
         max_length=min(max_length, pages * page_size),
         window=window,
         window_pages=window_pages,
+        packed_weights=scheme.stays_packed,
     )
     if plan.total_bytes > available:
         limit = "" if config.memory_bytes is None else ", or raise memory_bytes"

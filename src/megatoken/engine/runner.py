@@ -21,7 +21,7 @@ from megatoken.engine.batch import StepArrays, step_arrays
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import EngineConfig, model_folder
-from megatoken.engine.device import choose_device, operations, plan_memory
+from megatoken.engine.device import choose_device, operations, settle
 from megatoken.engine.logprobs import PromptTokens, best_logprobs, read_logprobs
 from megatoken.engine.memory import BLOCK_SAMPLES, MemoryPlan, most_tokens
 from megatoken.engine.model import WeightSource, forward, hidden_states, load_weights, logits
@@ -48,7 +48,7 @@ def open_runner(
 ) -> ModelRunner:
     """A runner of ``model`` on this machine; arguments and errors as of ``Engine``."""
     source = open_model(model, random_weights=random_weights, seed=seed)
-    memory = plan_memory(source.config, config, source.quantized)
+    config, memory = settle(source, config)
     tokenizer_file = model_folder(model) / "tokenizer.json"
     if tokenizer is None and tokenizer_file.is_file():
         tokenizer = Tokenizer(tokenizer_file)

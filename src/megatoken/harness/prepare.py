@@ -251,6 +251,7 @@ def resolve(config: RunConfig, memory: MemoryPlan | None) -> RunConfig:
         "page_size": memory.page_size,
         "cache_tokens": memory.cache_tokens,
         "threads": engine.threads or _threads(config),
+        "packed_weights": memory.packed_weights,
         "overlap": memory.device == "cuda" if engine.overlap is None else engine.overlap,  # as Engine decides
     }
     return config.model_copy(update={"engine": engine.model_copy(update=sizes)})

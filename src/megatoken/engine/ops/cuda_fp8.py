@@ -8,10 +8,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from megatoken.engine.memory import PACKED_TOKENS
 from megatoken.engine.ops import fused
 from megatoken.engine.ops.cuda_linear import InputScale, Linear
 from megatoken.engine.ops.gated_product import FEWEST_TOKENS, ORDER, gated_product, interleaved, obstacle
+from megatoken.engine.ops.packed_product import PackedTiles, compile_all
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX, Fp8Weight, with_one_scale
+from megatoken.engine.schemes.packed4 import Packed4
 from megatoken.errors import CapacityError
 
 INPUT_MARGIN = 2.0
@@ -22,11 +25,13 @@ INPUT_MARGIN = 2.0
 class TensorScaledLinear(Linear):
     """Weight [N, D] in e4m3, with one scale for it and one for all inputs, from the checkpoint or measured at start.
 
-    Without an input scale it takes bf16, scales each step by its largest input, and keeps the largest of all.
+    Without an input scale it takes bf16, scales each step by its largest input, and keeps the largest of all. A weight
+    that stays ``packed`` in four bits is expanded for each product of many tokens; ``weight`` then has no memory.
     """
 
     weight_scale: Tensor = field(kw_only=True)  # fp32, one element
     largest_input: Tensor | None = None  # fp32, one element
+    packed: PackedTiles | None = None
 
     @classmethod
     def pack(cls, weight: Fp8Weight, bias_N: Tensor | None) -> Self:
@@ -42,14 +47,31 @@ class TensorScaledLinear(Linear):
             linear._scale_inputs_by(weight.input_scale)
         return linear
 
+    @classmethod
+    def keep_packed(cls, weight: Packed4, bias_N: Tensor | None) -> Self:
+        """``weight`` must be one that ``packed_product.fits``."""
+        tiles = PackedTiles.pack(weight)
+        compile_all(tiles.codes.device.index, tiles.group)
+        sides = torch.empty(tiles.sides, dtype=torch.float8_e4m3fn, device="meta")
+        linear = cls(sides, bias_N, weight_scale=tiles.weight_scale, packed=tiles)
+        if weight.largest_input:
+            linear._scale_inputs_by(weight.largest_input / E4M3_MAX)
+        return linear
+
+    def values(self) -> Tensor:
+        """The weight, e4m3 [N, D]."""
+        return self.weight if self.packed is None else self.packed.expand()
+
     def product(self, x: Any, out_TN: Tensor | None = None) -> Tensor:
         """bf16 [T, N]; ``x`` is e4m3, or bf16 as long as there is no input scale."""
         input_scale = self.device_scale
         if input_scale is None:
             x, input_scale = self._measured(x)
+        if self.packed is not None and len(x) <= PACKED_TOKENS:
+            return self.packed.product(x, input_scale, self.bias, out_TN)
         return torch._scaled_mm(
             x,
-            self.weight.t(),
+            self.values().t(),
             input_scale,
             self.weight_scale,
             bias=self.bias,
@@ -61,10 +83,14 @@ class TensorScaledLinear(Linear):
     def as_gated(self) -> Linear:
         """For one kernel of product and activation, where there is one for this device and these sides."""
         columns, depth = self.weight.shape
-        if self.bias is not None or obstacle(columns // 2, depth, self.weight.device) is not None:
+        if self.bias is not None or obstacle(columns // 2, depth, self.weight_scale.device) is not None:
             return self
-        weight_ND = interleaved(self.weight.view(torch.uint8)).view(self.weight.dtype)
-        return GatedLinear(weight_ND, None, self.input_scale, weight_scale=self.weight_scale)
+        weight_ND, packed = self.weight, self.packed
+        if packed is None:
+            weight_ND = interleaved(weight_ND.view(torch.uint8)).view(weight_ND.dtype)
+        else:
+            packed = packed.in_order(interleaved(torch.arange(columns, device=packed.codes.device)[:, None])[:, 0])
+        return GatedLinear(weight_ND, None, self.input_scale, weight_scale=self.weight_scale, packed=packed)
 
     def _measured(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """e4m3 values and their scale by the largest of this step."""
@@ -82,7 +108,9 @@ class TensorScaledLinear(Linear):
         return True
 
     def _scale_inputs_by(self, value: float) -> None:
-        self.input_scale = InputScale(torch.tensor([value], dtype=torch.float32, device=self.weight.device), value)
+        self.input_scale = InputScale(
+            torch.tensor([value], dtype=torch.float32, device=self.weight_scale.device), value
+        )
 
 
 @dataclass(slots=True)
@@ -95,7 +123,7 @@ class GatedLinear(TensorScaledLinear):
         input_scale, out_scale = self.device_scale, consumer.device_scale
         if input_scale is None or out_scale is None or len(x) < FEWEST_TOKENS:
             return fused.silu_mul(self.product(x), out_scale, interleaved=ORDER)
-        return gated_product(x, self.weight, input_scale, self.weight_scale, out_scale)
+        return gated_product(x, self.values(), input_scale, self.weight_scale, out_scale)
 
 
 class ScaledTokens(NamedTuple):

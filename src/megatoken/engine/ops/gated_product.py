@@ -7,17 +7,15 @@ those of cuBLASLt's fast accumulation. Shape letters: T tokens, D inputs, F feat
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatoken.engine.ops import nvrtc
 from megatoken.engine.ops.fused import require_contiguous
-from megatoken.errors import CapacityError
 
 ROWS, COLUMNS, DEPTH = 128, 256, 128
 """Of a tile: tokens, gates and ups, and the bytes of a row that are multiplied at a time."""
@@ -42,18 +40,7 @@ def obstacle(features: int, depth: int, device: torch.device) -> str | None:
         return "it is written for compute capability 9.0"
     if features % (COLUMNS // 2) or depth % DEPTH:
         return f"{features} features of {depth} inputs are no multiples of {COLUMNS // 2} and {DEPTH}"
-    return _compiler_obstacle()
-
-
-@lru_cache
-def _compiler_obstacle() -> str | None:
-    try:
-        from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # the package, or the library that it loads
-        return f"cuda-bindings cannot use NVRTC, which compiles it: {error}"
-    return None
+    return nvrtc.compiler_obstacle()
 
 
 def interleaved(gate_up_ND: Tensor) -> Tensor:
@@ -101,12 +88,7 @@ class Kernel:
         self._driver = driver
         self._cluster = cluster
         self._shared_bytes = STAGES * (ROWS + COLUMNS) * DEPTH + 1024
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()  # so that this thread has the device's context
-            self._module = _checked(driver.cuModuleLoadData(_machine_code(cluster)))
-            self._function = _checked(driver.cuModuleGetFunction(self._module, b"gated_product"))
-            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(driver.cuFuncSetAttribute(self._function, most, self._shared_bytes))
+        self._function = nvrtc.load(_machine_code(cluster), "gated_product", device, self._shared_bytes)
         self._programs = torch.cuda.get_device_properties(device).multi_processor_count // cluster * cluster
         # Steps use the same memory again and again, and to describe a matrix takes longer than to launch.
         self._described: Callable[..., Any] = lru_cache(_MOST_DESCRIBED)(self._describe)
@@ -114,7 +96,7 @@ class Kernel:
     def _describe(self, address: int, rows: int, depth: int, tile_rows: int) -> Any:
         driver = self._driver
         size, count = driver.cuuint64_t, driver.cuuint32_t
-        return _checked(
+        return nvrtc.checked(
             driver.cuTensorMapEncodeTiled(
                 driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
                 2,
@@ -135,23 +117,10 @@ class Kernel:
         (tokens, depth), columns = x_TD.shape, len(gate_up_ND)
         x_map = self._described(x_TD.data_ptr(), tokens, depth, ROWS)
         weight_map = self._described(gate_up_ND.data_ptr(), columns, depth, COLUMNS // self._cluster)
-        pointers = [ctypes.c_uint64(tensor.data_ptr()) for tensor in scales_and_out]
-        numbers = [ctypes.c_int32(number) for number in (tokens, columns // 2, depth)]
-        held = [*pointers, *numbers]
-        addresses = [int(x_map.getPtr()), int(weight_map.getPtr()), *map(ctypes.addressof, held)]
-        arguments = (ctypes.c_void_p * len(addresses))(*addresses)
         tiles = -(-tokens // (ROWS * self._cluster)) * (columns // COLUMNS) * self._cluster
-        _checked(
-            self._driver.cuLaunchKernel(
-                self._function,
-                min(self._programs, tiles), 1, 1,
-                THREADS, 1, 1,
-                self._shared_bytes,
-                torch.cuda.current_stream(x_TD.device).cuda_stream,
-                ctypes.addressof(arguments),
-                0,
-            )
-        )  # fmt: skip
+        arguments = (x_map, weight_map, *scales_and_out, tokens, columns // 2, depth)
+        grid = min(self._programs, tiles), 1
+        nvrtc.launch(self._function, grid, THREADS, self._shared_bytes, arguments, x_TD.device)
 
 
 @lru_cache
@@ -162,9 +131,7 @@ def compiled(device: int, cluster: int) -> Kernel:
 
 @lru_cache
 def _machine_code(cluster: int) -> bytes:
-    from cuda.bindings import nvrtc
-
-    source = Path(__file__).with_suffix(".cu").read_text()
+    source = nvrtc.source_of(__file__)
     source = source.replace("@SUMS@", ", ".join(f"%{number}" for number in range(SUMS)))
     source = source.replace("@OPERANDS@", ", ".join(f'"+f"(sum[{number}])' for number in range(SUMS)))
     dimensions = f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else ""
@@ -176,20 +143,4 @@ def _machine_code(cluster: int) -> bytes:
         "STAGES": STAGES,
     }
     constants |= {"CLUSTER": cluster, "CLUSTER_DIMENSIONS": dimensions}
-    options = ["-arch=sm_90a", *(f"-D{name}={value}" for name, value in constants.items())]
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"gated_product.cu", 0, [], []))
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if status.value:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise CapacityError(f"gated_product.cu was not compiled: {log.decode(errors='replace')}")
-    code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
-    return code
-
-
-def _checked(results: tuple[Any, ...]) -> Any:
-    status, *values = results
-    if status.value:
-        raise CapacityError(f"CUDA's {type(status).__name__} {status.name} from gated_product; please report it")
-    return values[0] if values else None
+    return nvrtc.machine_code(source, "gated_product.cu", "sm_90a", constants)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatoken.engine.config import Fp8Scales, Precision
 from megatoken.engine.schemes.linear_scheme import LinearScheme
@@ -107,6 +107,39 @@ class Fp8RowScheme(Fp8Scheme):
         return [self.cuda_linear(_zeros(device), None)]
 
 
+@dataclass(frozen=True)
+class PackedFp8Scheme(Fp8Scheme):
+    """Four-bit weights stay packed on a GPU: few tokens are multiplied by their codes, many by what they expand to."""
+
+    weight_bytes: float = 0.5 + 1 / 16  # NVFP4's
+    stays_packed: bool = True
+
+    def keep(self, stored: Callable[[], Fp8Weight | Packed4]) -> tuple[Any, bool | None]:
+        """As it is stored."""
+        return stored(), None
+
+    def stack(self, parts: Sequence[Tensor | Fp8Weight | Packed4]) -> Any:
+        """Four-bit parts whose codes can be stacked stay packed, others are expanded."""
+        from megatoken.engine.schemes import packed4
+
+        packed = [part for part in parts if isinstance(part, packed4.Packed4)]
+        if packed and len(packed) == len(parts) and (merged := packed4.stack(packed)) is not None:
+            return merged
+        return super().stack([packed4.expand(one)[0] if isinstance(one, packed4.Packed4) else one for one in parts])
+
+    def cuda_linear(self, weight: Fp8Weight | Packed4, bias_N: Tensor | None) -> Linear:
+        """Packed, or expanded where the kernels cannot multiply it."""
+        from megatoken.engine.ops import packed_product
+        from megatoken.engine.ops.cuda_fp8 import TensorScaledLinear
+        from megatoken.engine.schemes.packed4 import Packed4, expand
+
+        if isinstance(weight, Packed4):
+            if packed_product.fits(weight):
+                return TensorScaledLinear.keep_packed(weight, bias_N)
+            weight, _ = expand(weight)
+        return super().cuda_linear(weight, bias_N)
+
+
 def _zeros(device: torch.device, input_scale: float | None = None) -> Fp8Weight:
     """The smallest weight that a GPU multiplies."""
     import torch
@@ -117,4 +150,4 @@ def _zeros(device: torch.device, input_scale: float | None = None) -> Fp8Weight:
     return Fp8Weight(values_ND, torch.ones(1, 1, device=device), input_scale)
 
 
-FP8, FP8_ROWS = Fp8Scheme(), Fp8RowScheme()
+FP8, FP8_ROWS, FP8_PACKED = Fp8Scheme(), Fp8RowScheme(), PackedFp8Scheme()

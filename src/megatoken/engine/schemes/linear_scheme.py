@@ -40,6 +40,7 @@ class LinearScheme:
     # CUDA compute capability that the GPU back end needs; None if that back end lacks the format
     lowest_capability: tuple[int, int] | None = None
     simulated_only: bool = False  # no back end has it
+    stays_packed: bool = False  # four-bit weights are not expanded when they are loaded to a GPU
     cpu_input_bytes: int = 0  # of one input value, quantised and of the product before it is scaled, on the CPU
     gpu_input_bytes: int = 0  # of one input value on a GPU while its scale is being measured
     fused_all_reduce: bool = True  # ``ops.fused_all_reduce`` can quantise the inputs
@@ -65,6 +66,11 @@ class LinearScheme:
     def cache_item_bytes(self, device: str) -> int:
         """Of one element of a key or value on a device, "cpu" or "cuda"."""
         return 1 if self.fp8_cache and device == "cuda" else self.activation_bytes
+
+    @property
+    def input_bytes(self) -> float:
+        """Of one input of a linear on a GPU."""
+        return 1 if self.stays_packed else self.weight_bytes
 
     @property
     def activation_dtype(self) -> torch.dtype:

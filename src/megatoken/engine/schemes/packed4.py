@@ -80,6 +80,26 @@ class Packed4:
         return replace(self, **changed)  # type: ignore[arg-type]
 
 
+def draw(weight_NK: Tensor) -> Packed4:
+    """Plain weights as NVFP4, each block's largest value as its largest code: for random weights.
+
+    ``megatoken.quantization`` looks for better scales.
+    """
+    rows, columns = weight_NK.shape
+    second = max(weight_NK.abs().amax().item(), 1e-30) / (E4M3_MAX * MAGNITUDES[-1])
+    bounds = torch.tensor(MAGNITUDES, device=weight_NK.device)
+    bounds = (bounds[1:] + bounds[:-1]) / 2
+    codes, scales = [], []
+    for part in torch.split(weight_NK, max(1, _PART_ELEMENTS // columns)):
+        blocks = part.float().view(len(part), -1, 16)
+        scale = (blocks.abs().amax(-1) / (second * MAGNITUDES[-1])).clamp_min(2.0**-9).to(torch.float8_e4m3fn)
+        blocks = blocks / (scale.float() * second).unsqueeze(-1)
+        codes.append(pack((torch.bucketize(blocks.abs(), bounds) | blocks.signbit() * 8).view(len(part), -1).byte()))
+        scales.append(scale)
+    second_N1 = torch.full((rows, 1), second, dtype=torch.float64, device=weight_NK.device)
+    return Packed4(torch.cat(codes), columns, "e2m1", torch.cat(scales), second_N1)
+
+
 def pack(codes_NK: Tensor) -> Tensor:
     """Codes, one in each uint8 [N, K], as [N, K / 2, rounded up]."""
     if codes_NK.shape[1] % 2:

@@ -1,0 +1,101 @@
+"""Kernels in CUDA C++: compiled by NVRTC at their first use, loaded and launched through the driver."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatoken.errors import CapacityError
+
+
+@lru_cache
+def compiler_obstacle() -> str | None:
+    """Why NVRTC cannot be used here; None if it can."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # the package, or the library that it loads
+        return f"cuda-bindings cannot use NVRTC, which compiles it: {error}"
+    return None
+
+
+def machine_code(source: str, name: str, architecture: str, constants: Mapping[str, object]) -> bytes:
+    """``source`` with ``constants`` as macros, for an ``architecture`` such as sm_90a.
+
+    Raises:
+        CapacityError: it cannot be compiled; ``name`` is that of the file.
+    """
+    from cuda.bindings import nvrtc
+
+    options = [f"-arch={architecture}", *(f"-D{key}={value}" for key, value in constants.items())]
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if status.value:
+        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CapacityError(f"{name} was not compiled: {log.decode(errors='replace')}")
+    code: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+    checked(nvrtc.nvrtcGetCUBIN(program, code))
+    return code
+
+
+def load(code: bytes, name: str, device: int, shared_bytes: int = 0) -> Any:
+    """A kernel of machine code on a device; ``shared_bytes``: most dynamic shared memory of its launches."""
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # so that this thread has the device's context
+        function = checked(driver.cuModuleGetFunction(checked(driver.cuModuleLoadData(code)), name.encode()))
+        if shared_bytes:
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            checked(driver.cuFuncSetAttribute(function, most, shared_bytes))
+    return function
+
+
+def launch(
+    function: Any,
+    grid: tuple[int, int],
+    threads: int,
+    shared_bytes: int,
+    arguments: Sequence[Any],
+    device: torch.device,
+) -> None:
+    """On the current stream. Arguments: tensors, None (the address 0), integers (32 bits) or tensor maps."""
+    from cuda.bindings import driver
+
+    held: list[ctypes.c_uint64 | ctypes.c_int32] = []
+    addresses = []
+    for argument in arguments:
+        if argument is None or isinstance(argument, Tensor):
+            held.append(ctypes.c_uint64(0 if argument is None else argument.data_ptr()))
+        elif isinstance(argument, int):
+            held.append(ctypes.c_int32(argument))
+        else:
+            addresses.append(int(argument.getPtr()))
+            continue
+        addresses.append(ctypes.addressof(held[-1]))
+    pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    checked(
+        driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0)
+    )
+
+
+def checked(results: tuple[Any, ...]) -> Any:
+    """The value of a call of CUDA. Raises CapacityError: it failed."""
+    status, *values = results
+    if status.value:
+        raise CapacityError(f"CUDA's {type(status).__name__} {status.name} from a kernel; please report it")
+    return values[0] if values else None
+
+
+def source_of(module_file: str) -> str:
+    """The CUDA C++ next to a Python module of the same name."""
+    return Path(module_file).with_suffix(".cu").read_text()
