@@ -1,14 +1,18 @@
 """Measures the front end of ``megatoken serve`` alone, with the mock engine: frames/s, added TTFT and ITL, scaling.
 
     python benchmarks/serve_front.py                      # one HTTP process: most frames/s, latencies at half of it
-    python benchmarks/serve_front.py --http-processes 1 2 4 8 --replicas 4 --clients 3 --pin     # scaling, 16 cores
+    python benchmarks/serve_front.py --http-processes 1 8 --replicas 4 --clients 3 --pin --read-seconds 0.1    # scaling
 
 The load comes from separate client processes, which only count frames and take times. The mock engine sends the first
 token of a request at once and the others at a set pace, so every time to first token is added by the front end, and so
-is what a gap between two tokens has on top of the pace. Frames/s: the highest offered rate of those tried at which 98 %
-of the frames arrive in time. The CPU time per frame is less sensitive to other work on the machine: of the HTTP
-processes, and of the one process in front of them, which is the mock engine's, or with --replicas the router, with the
-mock engines in processes behind it. What one core does, divided by it, is the most that this process can pass on.
+is what a gap between two tokens has on top of the pace. Times to first token are those of short requests that come at
+random moments while the streams run. A client that reads at once takes as long for a frame as the server does; with
+--read-seconds it finds several in each read, so that few clients count what many HTTP processes send, and takes no times.
+
+Frames/s: the highest offered rate of those tried at which 98 % of the frames arrive in time. The CPU time per frame is
+less sensitive to other work on the machine: of the HTTP processes, and of the one process in front of them, which is the
+mock engine's, or with --replicas the router, with the mock engines in processes behind it. What one core does, divided
+by it, is the most that this process can pass on.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ WARM_UP_SECONDS = 1.5
 IN_TIME_SHARE = 0.98
 FRAME = b"data: "
 MOST_TOKENS = 2000  # what the reference model's context leaves
+SHORT_SECONDS = 0.02  # between the short requests of a client, on average
+SHORT_TOKENS = 2
 
 
 @dataclass
@@ -54,25 +60,37 @@ class Measurement:
     failed_streams: int
 
 
-def client(port: int, model: str, streams: int, seconds: float, tokens: int, results: Any) -> None:
-    """Opens streams one after the other, reads them all until the time is over; reports counts and times."""
-    body = json.dumps(
-        {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": tokens, "stream": True, "ignore_eos": True}
-    ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    request = f"{head}\r\n\r\n".encode() + body
+def client(port: int, model: str, streams: int, tokens: int, options: argparse.Namespace, results: Any) -> None:
+    """Opens streams one after the other, reads them all until the time is over; reports counts and times.
+
+    While it measures, short requests come at random moments: their times to first token are those next to the streams.
+    """
     selector = selectors.DefaultSelector()
     last: dict[int, float] = {}
+    sent: dict[int, float] = {}
     ttft: list[float] = []
     gaps: list[float] = []
     buffer = bytearray(1 << 18)
     view = memoryview(buffer)
     failed = frames = 0
-    sockets: list[socket.socket] = []
+
+    def send(number: int, tokens: int) -> socket.socket:
+        body = json.dumps(
+            {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        ).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, number)
+        sent[number] = time.perf_counter()
+        connection.send(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return connection
 
     def read_all(until: float, measuring: bool) -> None:
         nonlocal frames, failed
         while (left := until - time.perf_counter()) > 0:
+            if measuring and options.read_seconds:
+                time.sleep(min(left, options.read_seconds))
             for key, _ in selector.select(left):
                 connection, number = key.fileobj, key.data
                 assert isinstance(connection, socket.socket)
@@ -88,32 +106,37 @@ def client(port: int, model: str, streams: int, seconds: float, tokens: int, res
                         sys.exit(f"a request was refused: {bytes(buffer[:count])!r}")
                     continue
                 if number in sent:
-                    ttft.append(now - sent.pop(number))
-                elif measuring:
+                    began = sent.pop(number)
+                    if number >= streams:
+                        ttft.append(now - began)
+                elif measuring and number < streams:
                     gaps.append(now - last[number])
                     gaps.extend([0.0] * (found - 1))
+                if number >= streams and buffer.find(b"[DONE]", 0, count) >= 0:
+                    selector.unregister(connection)
+                    connection.close()
                 last[number] = now
                 if measuring:
                     frames += found
 
-    sent: dict[int, float] = {}
     spacing = WARM_UP_SECONDS / streams
     began = time.perf_counter()
+    sockets = []
     for number in range(streams):
-        connection = socket.create_connection(("127.0.0.1", port))
-        connection.setblocking(False)
-        selector.register(connection, selectors.EVENT_READ, number)
-        sockets.append(connection)
         read_all(began + number * spacing, measuring=False)
-        sent[number] = time.perf_counter()
-        connection.send(request)
+        sockets.append(send(number, tokens))
     read_all(time.perf_counter() + WARM_UP_SECONDS, measuring=False)
     results.put("measuring")
     start = time.perf_counter()
-    read_all(start + seconds, measuring=True)
+    moments = start + np.cumsum(np.random.default_rng(os.getpid()).exponential(SHORT_SECONDS, 10_000))
+    if not options.read_seconds:
+        for number, moment in enumerate(moments[moments < start + options.seconds - SHORT_SECONDS].tolist()):
+            read_all(moment, measuring=True)
+            send(streams + number, SHORT_TOKENS)
+    read_all(start + options.seconds, measuring=True)
     elapsed = time.perf_counter() - start
     failed += len(sent)
-    results.put((frames / elapsed, ttft, gaps, failed))
+    results.put((frames / elapsed, ttft, [] if options.read_seconds else gaps, failed))
     for connection in sockets:
         connection.close()
 
@@ -133,9 +156,7 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
         tokens = min(MOST_TOKENS, int((options.seconds + 3 * WARM_UP_SECONDS + 10) * rate / streams))
         share = [streams // clients + (at < streams % clients) for at in range(clients)]
         load = [
-            multiprocessing.Process(
-                target=client, args=(server.port, server.model, one, options.seconds, tokens, results)
-            )
+            multiprocessing.Process(target=client, args=(server.port, server.model, one, tokens, options, results))
             for one in share
         ]
         for process in load:
@@ -218,6 +239,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1024)
     parser.add_argument("--clients", type=int, default=1, help="client processes")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
+    parser.add_argument(
+        "--read-seconds",
+        type=float,
+        default=0.0,
+        help="clients look for frames so often, and take no times; 0: at once",
+    )
     parser.add_argument("--model", default="reference")
     rates = [20_000.0, 30_000.0, 40_000.0, 50_000.0, 60_000.0, 70_000.0, 80_000.0, 100_000.0]
     parser.add_argument("--rates", type=float, nargs="+", default=rates, help="frames/s to offer each HTTP process")

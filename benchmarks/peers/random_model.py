@@ -1,16 +1,19 @@
-"""Model folders without weights: ``config.json`` and a tokenizer, for servers that make random weights of their own.
+"""Model folders with ``config.json`` and a tokenizer, for servers that make random weights of their own.
 
 python benchmarks/peers/random_model.py llama3.1-8b FOLDER
 python benchmarks/peers/random_model.py llama3.1-8b FOLDER --fp8  # one scale a tensor
 python benchmarks/peers/random_model.py qwen3-30b-a3b FOLDER --fp8 block  # one for each 128 x 128, as Qwen's own
+python benchmarks/peers/random_model.py llama2-70b FOLDER --weights  # a checkpoint: random fp8 weights, as ModelOpt's
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from megatoken.engine.config import SHAPES, ModelConfig
 
 FP8: dict[str, dict[str, Any]] = {
     "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
     "block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }
 
@@ -70,13 +74,70 @@ def make_model_folder(model: ModelConfig, folder: Path, *, fp8: str | None = Non
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def write_weights(model: ModelConfig, folder: Path) -> None:
+    """Random weights of a dense model, linears of the layers in e4m3 with one scale each, in a file for each part.
+
+    Made on a GPU if there is one; each file is written by a thread of its own.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden, wide = model.hidden_size, model.intermediate_size
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    linears = {
+        **{f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", queries), ("k", keys), ("v", keys))},
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+    }
+
+    def plain(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02).cpu()
+
+    def layer(number: int) -> dict[str, torch.Tensor]:
+        prefix = f"model.layers.{number}."
+        norms = ("input_layernorm", "post_attention_layernorm")
+        tensors = {f"{prefix}{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in norms}
+        for name, shape in linears.items():
+            values = torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(64).clamp_(-448, 448)
+            tensors[f"{prefix}{name}.weight"] = values.to(torch.float8_e4m3fn).cpu()
+            tensors[f"{prefix}{name}.weight_scale"] = torch.tensor(1 / (64 * math.sqrt(shape[1])))
+            tensors[f"{prefix}{name}.input_scale"] = torch.tensor(8 / 448)
+        return tensors
+
+    def ends() -> dict[str, torch.Tensor]:
+        tensors = {"model.embed_tokens.weight": plain(model.vocabulary_size, hidden)}
+        tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        if not model.tied_embeddings:
+            tensors["lm_head.weight"] = plain(model.vocabulary_size, hidden)
+        return tensors
+
+    names: dict[str, str] = {}
+    with ThreadPoolExecutor(8) as pool:
+
+        def write(number: int) -> None:
+            tensors = layer(number) if number < model.layers else ends()
+            file = f"model-{number:05}.safetensors"
+            names.update(dict.fromkeys(tensors, file))
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+
+        list(pool.map(write, range(model.layers + 1)))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--fp8", choices=list(FP8), nargs="?", const="tensor", help="state that they are stored in fp8")
+    parser.add_argument("--weights", action="store_true", help="a whole checkpoint in fp8")
     options = parser.parse_args()
-    make_model_folder(SHAPES[options.shape], options.folder, fp8=options.fp8)
+    model = SHAPES[options.shape]
+    make_model_folder(model, options.folder, fp8="modelopt" if options.weights else options.fp8)
+    if options.weights:
+        write_weights(model, options.folder)
     return 0
 
 

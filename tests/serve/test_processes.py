@@ -246,6 +246,37 @@ def test_a_key_that_floods_waits_for_itself(tmp_path: Path) -> None:
         wait_until(lambda: idle(server), "the flood is over")
 
 
+SIMULATED = ("--model", "llama3.1-8b", "--served-model-name", "reference", "--precision", "fp8", "--simulated-gpu")
+
+
+@pytest.mark.timing
+def test_a_key_that_floods_makes_short_steps_next_to_one_that_asks_for_little(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys:\n- name: flood\n  key: flood\n- name: other\n  key: other\n")
+    with running(*SIMULATED, "H200", "--api-keys", str(file)) as server:
+        server.stream(1, key="other").close()
+        flood = [server.connect() for _ in range(120)]
+        for number, connection in enumerate(flood):
+            connection.sendall(completion(8, key="flood", prompt=[5 + number, *range(6, 1500)]))
+        name = "vllm:iteration_tokens_total"
+        streams = [server.stream(100, key="other")]
+        steps, tokens = server.metric(f"{name}_count"), server.metric(f"{name}_sum")
+        ends = time.monotonic() + 1.5
+        while time.monotonic() < ends:
+            streams.append(server.stream(100, key="other"))
+        steps, tokens = server.metric(f"{name}_count") - steps, server.metric(f"{name}_sum") - tokens
+        assert 10 < tokens / steps < 700, (tokens, steps)  # a step of the flood alone has up to 2,048
+        for connection in [*flood, *streams]:
+            connection.close()
+        wait_until(lambda: idle(server), "all are gone")
+
+
+@pytest.mark.parametrize("more", [("--engine", "mock"), ("--rack", "auto")])
+def test_a_simulated_gpu_is_for_one_engine_that_plans(more: tuple[str, str]) -> None:
+    words = "megatoken: --simulated-gpu: not supported with --rack or --engine mock; leave one of them out\n"
+    assert call_here("serve", *SIMULATED, "H200", *more) == (2, "", words)
+
+
 def test_a_silent_engine_is_not_healthy_until_it_speaks_again() -> None:
     with running(*MOCK) as server:
         engine = server.child("engine_process")

@@ -37,7 +37,9 @@ from megatoken.serve.tenants import Tenant
 STUCK_SECONDS = 10.0
 STATUS_SECONDS = 1.0
 MOST_WAITING_BYTES = 256 << 20  # of requests in front of the engine, as their HTTP processes sent them
-STEPS_AHEAD = 2  # steps' worth of prompt tokens that the engine's own queue may hold of one tenant
+# Steps' worth of prompt tokens that the engine may hold of one tenant: two steps run, one is planned, and what the next
+# ones take comes late. With fewer, the engine finds no prompt of a tenant that floods, and cannot see that it floods.
+STEPS_AHEAD = 6
 SEQUENCES_AHEAD = 16  # with one tenant, one request in so many waits in the engine, so that no free sequence does
 
 

@@ -51,13 +51,14 @@ def open_engine(options: ServeConfig, on_step: Callable[[Step], None]) -> Opened
     """Load the model; ``on_step`` is called on the engine's thread. Raises MegatokenError."""
     if options.engine_kind == "mock":
         return _open_mock(options, on_step)
-    from megatoken.engine import Engine  # loads PyTorch
+    from megatoken.engine import Engine
 
-    return share_engine(
-        options,
-        Engine(options.model, options.engine_config(), random_weights=options.random_weights, seed=options.seed),
-        on_step,
-    )
+    config = options.engine_config()
+    if options.simulated_gpu is not None:
+        engine = Engine.simulated(options.model, config, options.simulated_gpu)
+    else:  # loads PyTorch
+        engine = Engine(options.model, config, random_weights=options.random_weights, seed=options.seed)
+    return share_engine(options, engine, on_step)
 
 
 def share_engine(options: ServeConfig, engine: Engine, on_step: Callable[[Step], None]) -> OpenedEngine:

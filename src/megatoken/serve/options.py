@@ -60,6 +60,9 @@ class ServeConfig(Section):
         default="real", description="--engine mock makes up tokens at a set pace, to measure everything but the engine"
     )
     tokens_per_second: Rate = Field(default=50.0, le=1e6, description="of one stream, with --engine mock")
+    simulated_gpu: str | None = Field(
+        default=None, min_length=1, description="GPU to simulate: real plans, made-up tokens, the time of a cost model"
+    )
     host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     http_processes: Count = Field(default=1, le=256, description="processes that speak HTTP")
@@ -116,7 +119,10 @@ def load_serve_config(flags: Mapping[str, str | bool | None], rack: str | None =
         raise ConfigError("--rack.replicas and the like are only for a rack; give --rack auto")
     if (config.tls_certificate is None) != (config.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key go together; give both files")
-    if config.precision == "fp4":
+    if config.simulated_gpu is not None:
+        if config.rack.cluster is not None or config.engine_kind == "mock":
+            raise ConfigError("--simulated-gpu: not supported with --rack or --engine mock; leave one of them out")
+    elif config.precision == "fp4":
         raise ConfigError("--precision: must be 'fp32', 'bf16' or 'fp8'; fp4 is supported on simulated GPUs only")
     return config
 

@@ -21,6 +21,7 @@ from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
 from megatoken.engine.ops.gated_product import CLUSTERS, ORDER, compiled, obstacle
 from megatoken.engine.ops.grouped_product import FEW_ROWS, MANY_ROWS, SOME_ROWS, TileConfig, grouped_product
+from megatoken.engine.ops.launchers import make_loading_safe
 from megatoken.engine.ops.prompt_attention import ChunkConfig
 from megatoken.engine.ops.routing_kernels import route
 from megatoken.engine.schemes import LinearScheme, scheme_of
@@ -32,6 +33,7 @@ def start_compiling(
     config: ModelConfig, engine: EngineConfig, page_size: int, device: torch.device
 ) -> list[Future[None]]:
     """Begin; each future is done when its kernel can run."""
+    make_loading_safe()
     kernels = launches(config, scheme_of(engine), page_size, device, engine.tensor_parallel)
     pool = ThreadPoolExecutor(max_workers=len(kernels), thread_name_prefix="compile")
 
