@@ -6,13 +6,13 @@
 The load comes from separate client processes, which only count frames and take times. The mock engine sends the first
 token of a request at once and the others at a set pace, so every time to first token is added by the front end, and so
 is what a gap between two tokens has on top of the pace. Times to first token are those of short requests that come at
-random moments while the streams run. A client that reads at once takes as long for a frame as the server does; with
---read-seconds it finds several in each read, so that few clients count what many HTTP processes send, and takes no times.
+random moments while the streams run. A client that reads at once takes as long for a frame as the server; with
+--read-seconds it finds several in each read and takes no times, so few clients count what many HTTP processes send.
 
 Frames/s: the highest offered rate of those tried at which 98 % of the frames arrive in time. The CPU time per frame is
-less sensitive to other work on the machine: of the HTTP processes, and of the one process in front of them, which is the
-mock engine's, or with --replicas the router, with the mock engines in processes behind it. What one core does, divided
-by it, is the most that this process can pass on.
+less sensitive to other work on the machine: of the HTTP processes, and of the one process in front of them, which is
+the mock engine's, or with --replicas the router, with the mock engines in processes behind it. What one core does,
+divided by it, is the most that this process can pass on.
 """
 
 from __future__ import annotations
