@@ -38,7 +38,7 @@ _STEP = {"target.target_step_seconds": "engine.target_step_seconds"}
 _ENGINE = {f"target.{name}": f"engine.{name}" for name in ("threads", "tensor_parallel")}
 _ENGINE |= {
     f"memory_plan.{name}": f"engine.{name}"
-    for name in ("device", "max_batched_tokens", "max_sequences", "max_length", "page_size")
+    for name in ("device", "max_batched_tokens", "max_sequences", "max_length", "page_size", "packed_weights")
 }
 CLOCK_SECONDS = 1.0  # some dates have whole seconds, and a clock may be adjusted a little
 CLOCK_DRIFT = 0.01  # of a soak
@@ -182,7 +182,8 @@ def memory(folder: RunFolder) -> Iterator[str]:
     """``memory_plan`` against the plan for a model of known shape, the series and the memory of the machine."""
     run, alone = folder.run, not folder.on_rack
     plan, result = mapping(run.result.get("memory_plan")), run.result
-    wrong = {name: value for name, value in plan.items() if name != "device" and not _is_size(value)}
+    others = ("device", "packed_weights")
+    wrong = {name: value for name, value in plan.items() if name not in others and not _is_size(value)}
     if wrong:
         yield f"memory_plan {', '.join(f'{name} {value}' for name, value in wrong.items())}"
         return
