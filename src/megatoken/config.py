@@ -145,8 +145,9 @@ class EndpointSection(Section):
     connect_seconds: Rate = Field(default=10.0, lt=1e6, description="how long opening a connection may take")
     max_in_flight: Count = Field(default=1024, le=65_536, description="requests that are open at once; others wait")
     processes: Count | None = Field(
-        default=None, le=256, description="client processes; null: half as many as cores, at most 4"
+        default=None, le=256, description="client processes; null: half as many as cores, at most 4 on a machine"
     )
+    hosts: Text | None = Field(default=None, description="Ray cluster for the client processes: auto, or host:port")
     ca_file: GivenPath | None = Field(default=None, description="PEM file of certificates to trust, for https")
 
     @property

@@ -1,7 +1,8 @@
 """A Ray cluster for the tests: the nodes alpha, which is the head and has the drivers, and beta, of one core each.
 
-Prints the head's address and runs until standard input ends. In a process of its own: Ray keeps threads and handlers in
-whoever starts it, and all must end when the tests do.
+``BETA_PYTHONPATH`` of the environment is where the Python processes of beta look for modules first. Prints the head's
+address and runs until standard input ends. In a process of its own: Ray keeps threads and handlers in whoever starts
+it, and all must end when the tests do.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ STORE_BYTES = 80 * 2**20
 
 cluster: Any = Cluster()
 for name in ("alpha", "beta"):
-    head = {"include_dashboard": False} if name == "alpha" else {}
-    cluster.add_node(num_cpus=1, node_name=name, object_store_memory=STORE_BYTES, **head)
+    own: dict[str, Any] = {"include_dashboard": False}
+    if name == "beta":
+        first = os.environ.get("BETA_PYTHONPATH", "")
+        own = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [first, os.environ["PYTHONPATH"]]))}}
+    cluster.add_node(num_cpus=1, node_name=name, object_store_memory=STORE_BYTES, **own)
 print(cluster.address, file=answers, flush=True)
 sys.stdin.read()
 cluster.shutdown()

@@ -79,7 +79,10 @@ def test_an_address_that_is_stale_costs_seconds(
     with pytest.raises(UsageError) as caught:
         address.find_cluster(silent, notes.append)
     start = f"no Ray cluster answers at {silent}"
-    assert str(caught.value) == f"{start}; start one with: RAY_AUTH_MODE=token ray start --head, or give --rack auto"
+    assert (
+        str(caught.value)
+        == f"{start}; start one with: RAY_AUTH_MODE=token ray start --head, or give auto as the address"
+    )
     monkeypatch.setenv("RAY_ADDRESS", silent)
     with pytest.raises(UsageError) as caught:
         address.find_cluster("auto", notes.append)
@@ -111,7 +114,7 @@ def no_node_is_found(raylets: list[psutil.Process], state: str, at: str, left_be
         time.sleep(0.01)
     assert address.answers(at)
     gone = f"no node of the Ray cluster at {at}"
-    how = f"start one with: RAY_AUTH_MODE=token ray start --address={at}, or give --rack auto"
+    how = f"start one with: RAY_AUTH_MODE=token ray start --address={at}, or give auto as the address"
     with pytest.raises(UsageError) as caught:
         Cluster(at, note=print)
     assert str(caught.value) == f"{gone} runs on this machine; {how}"

@@ -92,7 +92,7 @@ def concluded(
     )
     unmet, doubtful = unmet_rules(round_of(facts["rules"] or DEFAULT_ROUND, of), log, observed), doubts(log, observed)
     verdict, reasons = judge(claimed, unmet, observed.failed_samples, len(samples), judged.reasons, doubtful)
-    verdict, reasons = _without_replicas(verdict, reasons, [*lost_replicas(facts), *lost_endpoints(facts)])
+    verdict, reasons = _without_replicas(verdict, reasons, lost_parts(facts))
     if saturated := saturated_client(facts, samples, limits):
         verdict, reasons = Verdict.INVALID, [*reasons, *saturated]
     return {
@@ -133,11 +133,16 @@ def concluded_point(facts: Mapping[str, Any], requests: pa.Table) -> dict[str, A
     point = judge_point(PointRules(**rules), requests) if rules else None
     broken = point["broken"] if point else []
     verdict, reasons = judge(point is not None, broken, int(samples.failed.sum()), len(requests))
-    verdict, reasons = _without_replicas(verdict, reasons, [*lost_replicas(facts), *lost_endpoints(facts)])
+    verdict, reasons = _without_replicas(verdict, reasons, lost_parts(facts))
     if saturated := saturated_client(facts, samples, None):
         verdict, reasons = Verdict.INVALID, [*reasons, *saturated]
     judged = {"ruled": point} if point else {}
     return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "doubts": [], **judged}
+
+
+def lost_parts(facts: Mapping[str, Any]) -> list[Reason]:
+    """What was lost of the target and of its client."""
+    return [*lost_replicas(facts), *lost_endpoints(facts), *lost_hosts(facts)]
 
 
 def lost_replicas(facts: Mapping[str, Any]) -> list[Reason]:
@@ -165,6 +170,17 @@ def lost_endpoints(facts: Mapping[str, Any]) -> list[Reason]:
     return [
         reason("LOST_ENDPOINTS", lost=len(losses), endpoints=endpoints["count"], losses=losses, samples_moved=moved)
     ]
+
+
+def lost_hosts(facts: Mapping[str, Any]) -> list[Reason]:
+    """One reason if hosts of the client were lost: which and why."""
+    client = facts.get("client") or {}
+    if not client.get("lost"):
+        return []
+    losses = [f"{one['host']} at {one['at_seconds']:.0f} s ({one['cause']})" for one in client["lost"]]
+    moved = sum(one["samples_moved"] for one in client["lost"])
+    hosts = len(client["hosts"])
+    return [reason("LOST_HOSTS", lost=len(losses), hosts=hosts, losses=losses, samples_moved=moved)]
 
 
 def _failure_notes(facts: Mapping[str, Any]) -> list[Reason]:
@@ -202,7 +218,8 @@ def saturated_client(facts: Mapping[str, Any], samples: Samples, limits: Latency
     more = {"processes": processes, "busy_share": busy, "core_wait_share": waited, "processes_needed": needed}
     cores = client.get("cores")  # an older run has not all fields
     if cores and needed > cores:
-        more |= {"cores": cores, "hosts_needed": math.ceil(needed / cores)}
+        hosts = len(client.get("hosts", ())) or 1
+        more |= {"cores": cores, "hosts_needed": math.ceil(needed * hosts / cores)}
     if facts["scenario"] in ARRIVING and np.isfinite(samples.request_sent).any():
         lag, limit = percentile(samples.request_lag), send_lag_limit_seconds(limits)
         if lag > limit:

@@ -46,11 +46,11 @@ class WorkerActor:
 
     def inspect(self) -> str:
         """Reports what this node would serve: version, checkpoint, memory plan. Reads no weights."""
-        return _answer(self._inspect)
+        return json_answer(self._inspect)
 
     def load(self) -> str:
         """Loads the weights and reports what the engines run on."""
-        return _answer(self._load)
+        return json_answer(self._load)
 
     def serve(self, host: str, port: int, key: bytes, number: int) -> None:
         """Serves the driver until it ends or is lost; then this process ends."""
@@ -115,7 +115,8 @@ def share_node(engine: dict[str, Any], threads: int | None, neighbours: int) -> 
         engine["memory_bytes"] = psutil.virtual_memory().available // neighbours
 
 
-def _answer(question: Callable[[], dict[str, Any]]) -> str:
+def json_answer(question: Callable[[], dict[str, Any]]) -> str:
+    """The answer to a driver's question as JSON; an error that it should read is one too."""
     try:
         return json.dumps(question())
     except MegatokenError as error:

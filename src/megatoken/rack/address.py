@@ -29,7 +29,7 @@ def find_cluster(address: str, note: Callable[[str], None]) -> str | None:
     if asked == "local":
         return None
     if asked != "auto":
-        where, fix = ("", "give --rack auto") if address != "auto" else (" (RAY_ADDRESS)", "unset RAY_ADDRESS")
+        where, fix = ("", "give auto as the address") if address != "auto" else (" (RAY_ADDRESS)", "unset RAY_ADDRESS")
         if not answers(asked):
             raise UsageError(f"no Ray cluster answers at {asked}{where}; start one with: {START} --head, or {fix}")
         if _node_here(asked) is None:

@@ -9,9 +9,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatoken import __version__
@@ -27,7 +28,7 @@ LEASE = "megatoken-driver"
 PLACE_SECONDS = 60.0  # for Ray to place a process in resources that it reported free
 WATCH_SECONDS = 1.0
 LOCAL_STORE_BYTES = 80 * 2**20  # Ray's minimum: samples do not go through its object store
-MISSING = f"a rack needs Ray; {how_to_install('rack')}"
+MISSING = f"racks and client hosts need Ray; {how_to_install('rack')}"
 
 
 @dataclass(slots=True)
@@ -294,7 +295,7 @@ class Cluster:
                     f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs free; stop other work on it"
                 )
         try:
-            return _checked(ray.get(process.answer), name)
+            return checked(ray.get(process.answer), name)
         except ray.exceptions.RayError as error:
             raise MegatokenError(f"{name}: {_cause(error)} while {process.stage} the model") from None
 
@@ -350,7 +351,7 @@ class Cluster:
             if process.stage == "serving":
                 self._remove(process, "its process ended")
                 return
-            process.facts |= _checked(answer, name)
+            process.facts |= checked(answer, name)
         except Exception as error:
             self._remove(process, _cause(error))
             return
@@ -380,6 +381,13 @@ class Cluster:
             self._ray.kill(process.actor)
         with suppress(Exception):
             remove_placement_group(process.group)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Ray prints messages of its daemons on standard output, which is for the command's result."""
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def new_key() -> bytes:
@@ -412,7 +420,8 @@ def _connect(ray: Any, address: str | None) -> None:
                 signal.signal(number, handler)
 
 
-def _checked(answer: str, name: str) -> dict[str, Any]:
+def checked(answer: str, name: str) -> dict[str, Any]:
+    """What a node's ``json_answer`` says. Raises MegatokenError: the error in it, with the node's name."""
     facts: dict[str, Any] = json.loads(answer)
     if "error" in facts:
         kind = UsageError if facts["exit_code"] == UsageError.exit_code else MegatokenError

@@ -99,11 +99,13 @@ class Report(NamedTuple):
 class Channel:
     """One connection that never blocks; bytes that cannot be sent now wait for ``flush``."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, kinds: type[IntEnum] = Kind) -> None:
+        """``kinds``: of the frames that the other side sends."""
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
+        self._kinds = kinds
         self._incoming = FrameReader(LARGEST_FRAME_BYTES)
         self._outgoing: list[memoryview] = []
 
@@ -112,7 +114,7 @@ class Channel:
         """Whether bytes wait to be sent."""
         return bool(self._outgoing)
 
-    def send(self, kind: Kind, body: bytes = b"") -> None:
+    def send(self, kind: int, body: bytes = b"") -> None:
         """Sends a frame, now or with later ``flush``es. Raises WireError when the other side is gone."""
         self._outgoing.append(memoryview(frame(kind, body)))
         self.flush()
@@ -131,12 +133,12 @@ class Channel:
         except OSError as error:
             raise WireError(f"connection lost: {error.strerror or error}") from None
 
-    def receive(self) -> list[tuple[Kind, bytes]]:
+    def receive(self) -> list[tuple[int, bytes]]:
         """Every whole frame that has arrived. Raises WireError when the other side is gone or a frame is malformed."""
-        ended, frames = None, []
+        ended, frames = None, list[tuple[int, bytes]]()
         try:
             while piece := self.socket.recv(RECEIVE_BYTES):
-                frames += [(Kind(kind), body) for kind, body in self._incoming.feed(piece)]
+                frames += [(self._kinds(kind), body) for kind, body in self._incoming.feed(piece)]
                 if len(piece) < RECEIVE_BYTES:
                     break
             else:

@@ -29,7 +29,7 @@ MEANING = {
     Verdict.MEASURED: "run completed; no MLPerf compliance claimed",
     Verdict.VALID: "meets the MLPerf rules that it claims",
     Verdict.INVALID: "a required condition was not met",
-    Verdict.DEGRADED: "replicas or endpoints were lost during the run, even if others replaced them",
+    Verdict.DEGRADED: "replicas, endpoints or client hosts were lost during the run, even if others replaced them",
     Verdict.INTERRUPTED: "ended early; the numbers cover the work done until then",
 }
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from megatoken.config import RunConfig
@@ -18,7 +16,7 @@ from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.simulated import plan_simulation
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import UsageError
-from megatoken.rack.cluster import Cluster, new_key
+from megatoken.rack.cluster import Cluster, new_key, unheard
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Slot, place_replicas, place_simulated, wanted_on
 from megatoken.rack.records import WorkerSpec
@@ -131,8 +129,7 @@ def open_rack(config: RunConfig, reporter: Reporter) -> Iterator[RackBackend]:
     if config.rack.simulated_gpu is not None:
         _check_simulated(config, config.rack.simulated_gpu)
     reporter.stage("looking for the rack's nodes")
-    # Ray prints messages of its daemons on standard output, which is for the command's result.
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+    with unheard():
         yield from _hold(config, source, reporter)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +22,9 @@ from megatoken.targets.backend import Reporter, ServedModel, tokenizer_of
 from megatoken.targets.endpoint.address import Address, AnswerError, ask, read_key, trust
 from megatoken.targets.endpoint.answers import Answer, BrokenAnswerError
 from megatoken.targets.endpoint.bodies import PATHS, Api, Asking, body_of
+from megatoken.targets.endpoint.clients import Clients, LocalProcess, default_processes
 from megatoken.targets.endpoint.failures import ServerEnd
+from megatoken.targets.endpoint.hosts import client_hosts
 from megatoken.targets.endpoint.observations import Observations
 from megatoken.targets.endpoint.self_test import process_capacity
 from megatoken.targets.endpoint.server_process import LOOK_SECONDS, end_of, started_server
@@ -31,7 +32,6 @@ from megatoken.targets.endpoint.target import EndpointTarget
 from megatoken.targets.endpoint.wire import ClientSettings
 
 FAST_SECONDS = 10.0  # within which a server that runs says what it serves
-MOST_PROCESSES = 4
 PROBE_TOKENS = 4
 STARTING = 503  # status of a server that loads its model
 WRONG_FIELD = (400, 422)  # statuses with which servers refuse a field
@@ -114,11 +114,8 @@ class EndpointBackend:
     def load(self) -> Iterator[EndpointTarget]:
         """Asks the server what it knows, and starts the client processes. Raises UsageError if it does not answer."""
         config, endpoint, served = self._config, self._config.endpoint, self.served()
-        self._reporter.stage("measuring what the client can hold on this machine")
-        capacity = process_capacity()
         self._reporter.stage(f"asking {self._addresses[0].name} for a first answer")
         asking = self._probe(served.name)
-        processes = endpoint.processes or max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
         stream = config.scenario != "offline" if endpoint.stream is None else endpoint.stream
         settings = ClientSettings(
             self._addresses,
@@ -132,21 +129,33 @@ class EndpointBackend:
         )
         tokenizer = self.tokenizer()
         count = (lambda text: len(tokenizer.encode(text, add_special=False))) if tokenizer is not None else None
-        target = EndpointTarget(
-            settings,
-            asking,
-            {"target": self._target_facts(stream, asking), "servers": self._servers()},
-            processes=processes,
-            max_in_flight=endpoint.max_in_flight,
-            observations=Observations(count),
-            self_test=asdict(capacity),
-            ids_of=self._ids_of,
-            server_end=self._server_end,
-        )
-        try:
-            yield target
-        finally:
-            target.close()
+        with self._clients(settings) as clients:
+            target = EndpointTarget(
+                settings,
+                asking,
+                {"target": self._target_facts(stream, asking), "servers": self._servers()},
+                clients=clients,
+                max_in_flight=endpoint.max_in_flight,
+                observations=Observations(count),
+                ids_of=self._ids_of,
+                server_end=self._server_end,
+            )
+            try:
+                yield target
+            finally:
+                target.close()
+
+    @contextmanager
+    def _clients(self, settings: ClientSettings) -> Iterator[Clients]:
+        """The client processes, which have measured what they can hold."""
+        endpoint = self._config.endpoint
+        self._reporter.stage("measuring what the client can hold")
+        if endpoint.hosts is None:
+            self_test, processes = asdict(process_capacity()), endpoint.processes or default_processes()
+            yield Clients([LocalProcess(settings.of(number)) for number in range(processes)], self_test)
+            return
+        with client_hosts(endpoint.hosts, settings, endpoint.processes, self._reporter.note) as clients:
+            yield clients
 
     @property
     def api(self) -> Api:

@@ -23,6 +23,7 @@ from megatoken.files import write_text
 from megatoken.hardware.inventory import cpu
 from megatoken.targets.endpoint.address import Address
 from megatoken.targets.endpoint.bodies import Asking
+from megatoken.targets.endpoint.clients import Clients, LocalProcess
 from megatoken.targets.endpoint.observations import Observations
 from megatoken.targets.endpoint.target import EndpointTarget
 from megatoken.targets.endpoint.wire import ClientSettings
@@ -79,8 +80,14 @@ def count(address: Address, *, stream: bool, streams: int, frames: int, seconds:
         RuntimeError: a request failed, or none ended.
     """
     settings = replace(SETTINGS, addresses=(address,), stream=stream)
+    client = LocalProcess(settings)
     target = EndpointTarget(
-        settings, Asking("m", False, False), {}, processes=1, max_in_flight=streams, observations=Observations(None)
+        settings,
+        Asking("m", False, False),
+        {},
+        clients=Clients([client]),
+        max_in_flight=streams,
+        observations=Observations(None),
     )
     try:
         request = Request([5, 6, 7, 8], max_tokens=frames)
@@ -91,9 +98,9 @@ def count(address: Address, *, stream: bool, streams: int, frames: int, seconds:
             ended += _go_on(target, request, 0.0).requests
             if time.monotonic() - began > LONGEST_START_SECONDS:
                 raise RuntimeError(f"{ended} answers in {LONGEST_START_SECONDS:g} s")
-        cpu, own = target.cpu_seconds(), time.process_time()
+        cpu, own = client.cpu_seconds(), time.process_time()
         counts = _go_on(target, request, seconds)
-        counts.client_cpu_seconds, counts.parent_cpu_seconds = target.cpu_seconds() - cpu, time.process_time() - own
+        counts.client_cpu_seconds, counts.parent_cpu_seconds = client.cpu_seconds() - cpu, time.process_time() - own
     finally:
         target.close()
     return counts

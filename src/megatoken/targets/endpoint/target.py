@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import select
-import socket
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import psutil
 
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
-from megatoken.errors import MegatokenError
-from megatoken.framing import FrameReader, first_message
+from megatoken.framing import WireError
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.runs.reasons import Reason
 from megatoken.targets import HasFileno, ReplicaReading, SampleEvent
 from megatoken.targets.endpoint import wire
 from megatoken.targets.endpoint.bodies import Asking, body_of
+from megatoken.targets.endpoint.clients import SILENT_SECONDS, ClientProcess, Clients
 from megatoken.targets.endpoint.failures import Failures, ServerEnd
 from megatoken.targets.endpoint.observations import Observations
-from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, pack, unpack
+from megatoken.targets.endpoint.wire import Asked, ClientSettings, Ended, Failed, News, Task
 
 TEXTS_AT_FIRST, TEXTS_LATER = 256, 64  # the first answers keep their text, later every so many
-RECEIVE_BYTES = 1 << 20
-END_SECONDS = 2.0
 SWITCH_SECONDS = 0.0002  # Python's 5 ms would hold up a request that is due while a thread writes the run folder
-FEWEST_LOOKS = 20  # of a second: in a shorter run one late look at the clock would be a large share
 _KNOWN = {"in_flight", "waiting", "output_tokens", "processed_tokens", "replicas"}  # fields that a client knows
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -46,9 +39,11 @@ class _Sample:
     max_tokens: int
     forced: bool
     endpoint: int = -1
-    worker: int = -1
+    client: ClientProcess = field(init=False)
     moved: bool = False
     seen_tokens: int = 0  # of the answer under way, which the endpoint's count has already
+    given_ns: int = 0  # when its client process was chosen
+    ahead_ns: int | None = None  # that process's clock minus ours; None: none of its times was seen
 
 
 @dataclass(slots=True)
@@ -73,57 +68,6 @@ class _Endpoint:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class _Worker:
-    """A client process."""
-
-    def __init__(self, settings: ClientSettings) -> None:
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megatoken.targets.endpoint.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        self.socket.sendall(first_message(settings))
-        self.reader = FrameReader()
-        self.in_flight = 0
-        self.tasks: list[tuple[Any, ...]] = []
-        self.core_wait_share: float | None = None
-        self.reset_load()
-
-    def reset_load(self) -> None:
-        """Sets back how busy the process was."""
-        self.busy_share = self.loop_lag_seconds = 0.0  # the worst second
-        self.looks = self.late_looks = 0  # at the clock of its loop
-
-    def flush(self) -> None:
-        """Sends the tasks that were collected."""
-        if self.tasks:
-            self.send(wire.SEND, self.tasks)
-            self.tasks = []
-
-    def send(self, kind: int, value: Any) -> None:
-        """Sends a message. Raises MegatokenError if the process has ended."""
-        try:
-            self.socket.sendall(pack(kind, value))
-        except OSError:
-            raise self.ended() from None
-
-    def ended(self) -> MegatokenError:
-        """The error that it has ended."""
-        return MegatokenError(f"a client process ended with code {self.process.wait()}; its messages above say why")
-
-    def close(self) -> None:
-        """Ends the process."""
-        self.socket.close()
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
 class EndpointTarget:
     """Drives the servers at ``settings.addresses`` as one system."""
 
@@ -133,23 +77,21 @@ class EndpointTarget:
         asking: Asking,
         facts: Mapping[str, Any],
         *,
-        processes: int,
+        clients: Clients,
         max_in_flight: int,
         observations: Observations,
-        self_test: Mapping[str, float] | None = None,
         ids_of: Callable[[str, str], tuple[int, ...]] | None = None,
         server_end: Callable[[], ServerEnd | None] = lambda: None,
     ) -> None:
-        """Starts the client processes.
+        """Takes the client processes, which it ends.
 
         Args:
             settings: of each process.
             asking: how requests are put.
             facts: fields of ``result.json`` that stay the same.
-            processes: how many client processes.
+            clients: the client processes.
             max_in_flight: requests that are open at once, over all processes.
             observations: collects what the answers show.
-            self_test: what one client process can hold on this machine, for ``result.json``.
             ids_of: token ids of an answer's text and finish reason, for a server that returns none; None: not wanted.
             server_end: how the server ended, if the run started it and it has ended.
         """
@@ -158,8 +100,7 @@ class EndpointTarget:
         self._facts = facts
         self._most = max_in_flight
         self._observations = observations
-        self._self_test = self_test
-        self._workers = [_Worker(settings if not at else _without_metrics(settings)) for at in range(processes)]
+        self._clients = clients
         self._endpoints = [_Endpoint(address.name) for address in settings.addresses]
         self._queue: deque[_Sample] = deque()
         self._open: dict[int, _Sample] = {}  # by ticket
@@ -193,21 +134,31 @@ class EndpointTarget:
             self._dispatch()
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
-        """Sends what may be sent and waits for reports. Raises MegatokenError when a client process has ended."""
-        self._dispatch()
-        for worker in self._workers:
-            worker.flush()
+        """Sends what may be sent and waits for reports.
+
+        Raises:
+            MegatokenError: a client process of this machine has ended, or all those of other hosts.
+        """
         events: list[SampleEvent] = []
-        sources: list[Any] = [worker.socket for worker in self._workers]
+        for client in self._clients.silent():
+            self._lose_host(client, f"silent for {SILENT_SECONDS:g} s", events)
+        self._dispatch()
+        clients = self._clients.left()
+        for client in clients:
+            client.flush()
+        sources: list[Any] = [client.channel.socket for client in clients]
         wake = [self._wake] if self._wake is not None else []
-        ready = select.select(sources + wake, [], [], timeout_seconds)[0]
-        for worker in self._workers:
-            if worker.socket in ready:
-                data = worker.socket.recv(RECEIVE_BYTES)
-                if not data:
-                    raise worker.ended()
-                for kind, value in unpack(worker.reader, data):
-                    self._take(worker, kind, value, events)
+        more = [client.channel.socket for client in clients if client.channel.pending]
+        ready = select.select(sources + wake, more, [], 0.0 if events else timeout_seconds)[0]
+        for client in clients:
+            if client.channel.socket in ready and client in self._clients.left():
+                try:
+                    messages = client.receive()
+                except WireError as error:
+                    self._lose_host(client, str(error), events)
+                    continue
+                for kind, value in messages:
+                    self._take(client, kind, value, events)
         return events
 
     def state(self) -> ReplicaState:
@@ -237,7 +188,6 @@ class EndpointTarget:
             }
             for one in self._losses
         ]
-        waits = [worker.core_wait_share for worker in self._workers if worker.core_wait_share is not None]
         return {
             "endpoints": {
                 "count": len(self._endpoints),
@@ -245,28 +195,19 @@ class EndpointTarget:
                 "requests_repeated": self._retries,
                 "failed": self._failures.to_document(since_ns),
             },
-            "client": {
-                "processes": len(self._workers),
-                "busy_share": max(worker.busy_share for worker in self._workers),
-                "loop_lag_seconds": max(worker.loop_lag_seconds for worker in self._workers),
-                "late_share": max(worker.late_looks / max(FEWEST_LOOKS, worker.looks) for worker in self._workers),
-                "core_wait_share": max(waits, default=None),
-                "cores": len(os.sched_getaffinity(0)),
-                "self_test": self._self_test,
-            },
+            "client": self._clients.to_document(since_ns),
         }
 
     def findings(self, since_ns: int) -> list[Reason]:
-        """What the answers since then showed of the servers."""
-        return self._observations.findings(since_ns)
+        """What the answers since then showed of the servers, and clocks of hosts that are not known well enough."""
+        return [*self._observations.findings(since_ns), *self._clients.findings()]
 
     def begin(self) -> None:
         """A test begins: what was observed of the client before does not count."""
         sys.setswitchinterval(SWITCH_SECONDS)
         self._retries = 0
         self._failures.begin()
-        for worker in self._workers:
-            worker.reset_load()
+        self._clients.begin()
         self._losses = [one for one in self._losses if one.back_ns is None]
         for one in self._losses:
             one.moved = 0
@@ -279,22 +220,17 @@ class EndpointTarget:
     def cancel_all(self) -> None:
         """Closes the connections of all open requests."""
         self._queue.clear()
-        for at, worker in enumerate(self._workers):
-            worker.flush()
-            worker.send(wire.CANCEL, [ticket for ticket, sample in self._open.items() if sample.worker == at])
-            worker.in_flight = 0
+        for client in self._clients.left():
+            client.flush()
+            client.send(Asked.CANCEL, [ticket for ticket, sample in self._open.items() if sample.client is client])
+            client.in_flight = 0
         self._open.clear()
         for one in self._endpoints:
             one.in_flight = 0
 
-    def cpu_seconds(self) -> float:
-        """User and system time of the client processes so far."""
-        return sum(sum(psutil.Process(worker.process.pid).cpu_times()[:2]) for worker in self._workers)
-
     def close(self) -> None:
         """Ends the client processes."""
-        for worker in self._workers:
-            worker.close()
+        self._clients.close()
 
     def _dispatch(self) -> None:
         while self._queue and len(self._open) < self._most:
@@ -302,29 +238,26 @@ class EndpointTarget:
 
     def _send(self, sample: _Sample) -> None:
         """Gives a sample to the endpoint and the process with the fewest."""
-        at, worker = 0, 0
+        at = 0
         if len(self._endpoints) > 1:
             alive = [one for one, end in enumerate(self._endpoints) if end.loss is None and one != sample.endpoint]
             at = min(alive or range(len(self._endpoints)), key=lambda one: self._endpoints[one].in_flight)
-        if len(self._workers) > 1:
-            worker = min(range(len(self._workers)), key=lambda one: self._workers[one].in_flight)
+        client = self._clients.least_busy()
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         keep = self._every_text or _observed(ticket)
-        sample.endpoint, sample.worker = at, worker
+        sample.endpoint, sample.client, sample.given_ns, sample.ahead_ns = at, client, time.monotonic_ns(), None
         self._open[ticket] = sample
         self._endpoints[at].in_flight += 1
-        self._workers[worker].in_flight += 1
-        self._workers[worker].tasks.append(tuple(Task(ticket, at, sample.body, sample.max_tokens, sample.forced, keep)))
+        client.in_flight += 1
+        client.tasks.append(tuple(Task(ticket, at, sample.body, sample.max_tokens, sample.forced, keep)))
 
-    def _take(self, worker: _Worker, kind: int, value: Any, events: list[SampleEvent]) -> None:
-        if kind == wire.LOAD:
-            busy, lag, looks, late_looks, worker.core_wait_share = value
-            worker.busy_share, worker.loop_lag_seconds = max(worker.busy_share, busy), max(worker.loop_lag_seconds, lag)
-            worker.looks, worker.late_looks = worker.looks + looks, worker.late_looks + late_looks
-        elif kind == wire.METRICS:
+    def _take(self, client: ClientProcess, kind: int, value: Any, events: list[SampleEvent]) -> None:
+        if kind == News.LOAD:
+            client.note_load(*value)
+        elif kind == News.METRICS:
             at, metrics = value
             self._endpoints[at].metrics = metrics
-        elif kind == wire.BACK:
+        elif kind == News.BACK:
             end = self._endpoints[value]
             assert end.loss is not None
             end.loss.back_ns, end.loss = time.monotonic_ns(), None
@@ -339,24 +272,21 @@ class EndpointTarget:
             return  # cancelled, or moved to another endpoint
         end = self._endpoints[sample.endpoint]
         if kind == wire.FIRST:
-            end.heard_ns = fields[3]
-            events.append(
-                SampleEvent(
-                    sample.sample_id,
-                    (),
-                    None,
-                    fields[3],
-                    first_ns=fields[3],
-                    sent_ns=None if sample.moved else fields[2],
-                )
-            )
+            ahead_ns = self._ahead_ns(sample, fields[2], fields[3])
+            sent_ns, first_ns = fields[2] - ahead_ns, fields[3] - ahead_ns
+            end.heard_ns = first_ns
+            sent = None if sample.moved else sent_ns
+            events.append(SampleEvent(sample.sample_id, (), None, first_ns, first_ns=first_ns, sent_ns=sent))
         elif kind == wire.PROGRESS:
             end.output_tokens += fields[2] - sample.seen_tokens
             sample.seen_tokens = fields[2]
             events.append(SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), output_tokens=fields[2]))
         elif kind == wire.END:
+            ended = Ended(*fields)
+            if ahead_ns := self._ahead_ns(sample, ended.sent_ns, ended.last_ns):
+                ended = ended.by_our_clock(ahead_ns)
             self._release(ticket, sample)
-            events.append(self._ended(sample, end, Ended(*fields)))
+            events.append(self._ended(sample, end, ended))
         else:
             self._failed(ticket, sample, Failed(*fields), events)
 
@@ -411,10 +341,10 @@ class EndpointTarget:
         end.loss = _Loss(end.name, time.monotonic_ns(), cause)
         self._losses.append(end.loss)
         at = self._endpoints.index(end)
-        self._workers[0].send(wire.PROBE, at)
+        self._clients.first().send(Asked.PROBE, at)
         for ticket, sample in [(ticket, sample) for ticket, sample in self._open.items() if sample.endpoint == at]:
             self._release(ticket, sample)
-            self._workers[sample.worker].send(wire.CANCEL, [ticket])
+            sample.client.send(Asked.CANCEL, [ticket])
             if not self._move(end, sample):
                 events.append(self._failure(end, sample, f"{end.name}: {cause}", answered=False))
 
@@ -433,7 +363,43 @@ class EndpointTarget:
         self._endpoints[sample.endpoint].in_flight -= 1
         self._endpoints[sample.endpoint].output_tokens -= sample.seen_tokens
         sample.seen_tokens = 0
-        self._workers[sample.worker].in_flight -= 1
+        sample.client.in_flight -= 1
+
+    # hosts
+
+    def _ahead_ns(self, sample: _Sample, sent_ns: int, last_ns: int) -> int:
+        """The clock of the sample's client process minus ours: one value for all its times, so that gaps are exact.
+
+        Its request left after it was given out, and what is reported was before the report; within that the host's
+        measured offset.
+        """
+        host = sample.client.host
+        if host is None:
+            return 0
+        if sample.ahead_ns is None:
+            ahead_ns = min(host.clock.monotonic_ns, sent_ns - sample.given_ns)
+            sample.ahead_ns = max(ahead_ns, last_ns - time.monotonic_ns())
+        return sample.ahead_ns
+
+    def _lose_host(self, client: ClientProcess, cause: str, events: list[SampleEvent]) -> None:
+        """Goes on without the host of a lost client process: the others send its open requests again, each once."""
+        asked = self._clients.first()
+        loss = self._clients.lose(client, cause)
+        if asked.host is loss.host:
+            for number, end in enumerate(self._endpoints):
+                end.metrics = {}
+                if end.loss is not None:
+                    self._clients.first().send(Asked.PROBE, number)
+        for ticket, sample in [(ticket, one) for ticket, one in self._open.items() if one.client.host is loss.host]:
+            end = self._endpoints[sample.endpoint]
+            self._release(ticket, sample)
+            if sample.moved:
+                message = f"lost with the client host {loss.host.name}: {cause}"
+                events.append(self._failure(end, sample, message, answered=False))
+                continue
+            sample.moved, sample.endpoint = True, -1
+            loss.moved += 1
+            self._queue.appendleft(sample)
 
     def _reading(self, at: int, end: _Endpoint) -> ReplicaReading:
         own = {
@@ -451,7 +417,3 @@ class EndpointTarget:
 def _observed(ticket: int) -> bool:
     """Whether the text of an answer is looked at."""
     return ticket < TEXTS_AT_FIRST or ticket % TEXTS_LATER == 0
-
-
-def _without_metrics(settings: ClientSettings) -> ClientSettings:
-    return replace(settings, watch_metrics=False)

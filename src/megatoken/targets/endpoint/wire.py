@@ -1,22 +1,43 @@
 """Messages between a run and its client processes: frames with a value of Python's marshal.
 
-Both ends are processes of one interpreter on one machine, and nothing else can write to the socket.
+Both ends are processes of the same version of Python: on one machine, where nothing else can write to the socket, or on
+machines of one Ray cluster, over a connection on which both have proved that they know the run's key.
 """
 
 from __future__ import annotations
 
 import marshal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatoken.framing import FrameReader, frame
 from megatoken.targets.endpoint.address import Address
 from megatoken.targets.endpoint.bodies import Api
 
-SEND, CANCEL, PROBE = range(3)  # to a client process: [Task], [ticket], number of a lost endpoint
-EVENTS, LOAD, METRICS, BACK = range(4)  # from it
 FIRST, PROGRESS, END, FAILURE = range(4)  # kinds of events, the first of their fields
+
+
+class Asked(IntEnum):
+    """What a client process is asked to do."""
+
+    SEND = 0  # [Task]
+    CANCEL = 1  # [ticket]
+    PROBE = 2  # number of a lost endpoint
+    PING = 3  # time in ns
+
+
+class News(IntEnum):
+    """What a client process says."""
+
+    EVENTS = 0  # [event]
+    LOAD = 1  # how busy it is
+    METRICS = 2  # number of an endpoint, its metrics
+    BACK = 3  # number of an endpoint that answers again
+    PONG = 4  # the time of a PING; its monotonic clock and its wall clock in ns
 
 
 class Task(NamedTuple):
@@ -31,7 +52,7 @@ class Task(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A whole answer. Times are ``time.monotonic_ns()``; a first time of 0 and counts of -1 are unknown."""
+    """A whole answer. Times: the process's ``time.monotonic_ns()``; a first time of 0 and counts of -1 are unknown."""
 
     kind: int
     ticket: int
@@ -54,6 +75,16 @@ class Ended(NamedTuple):
     retries: int
     first_characters: int  # of the text, that the first frame with text brought
 
+    def by_our_clock(self, ahead_ns: int) -> Ended:
+        """With the times of a clock that is ``ahead_ns`` behind."""
+        times = (np.frombuffer(self.times, np.int64) - ahead_ns).tobytes() if self.times else b""
+        return self._replace(
+            sent_ns=self.sent_ns - ahead_ns,
+            first_ns=self.first_ns - ahead_ns if self.first_ns else 0,
+            last_ns=self.last_ns - ahead_ns,
+            times=times,
+        )
+
 
 class Failed(NamedTuple):
     """A request without an answer.
@@ -69,18 +100,31 @@ class Failed(NamedTuple):
     retries: int
 
 
+class Run(NamedTuple):
+    """Where a run on another machine listens for a client process, the run's secret, and the process's number."""
+
+    address: tuple[str, int]
+    secret: bytes
+    number: int
+
+
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
     """What a client process gets first."""
 
     addresses: tuple[Address, ...]
     api: Api
-    key: str | None
+    key: str | None = field(repr=False)
     ca_file: str | None
     stream: bool
     timeout_seconds: float
     connect_seconds: float
     watch_metrics: bool
+    run: Run | None = field(default=None, repr=False)  # None: the process that started it
+
+    def of(self, number: int) -> ClientSettings:
+        """Those of the process with that number: only the first reads the servers' metrics."""
+        return replace(self, watch_metrics=self.watch_metrics and number == 0)
 
 
 def pack(kind: int, value: Any) -> bytes:

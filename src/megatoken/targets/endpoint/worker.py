@@ -16,6 +16,7 @@ from typing import Any
 from megatoken.engine.process_memory import collect_garbage_rarely
 from megatoken.framing import FrameReader, read_settings
 from megatoken.hardware.core_wait import CoreWait
+from megatoken.rack.wire import dial
 from megatoken.targets.endpoint import wire
 from megatoken.targets.endpoint.address import cause_of, trust
 from megatoken.targets.endpoint.answers import Flag
@@ -33,6 +34,8 @@ RETRY_SECONDS = 1.0  # where the server does not say when to try again
 LONGEST_RETRY_SECONDS = 60.0
 CUT_SHARE = 0.95  # of max_tokens; an answer that ends by length with fewer was cut
 RECEIVE_BYTES = 1 << 20
+DIAL_SECONDS = 10.0
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}  # a machine is gone after 30 s
 READ_BYTES = 1 << 16  # of one connection
 MOST_READY = 1024  # connections that are read before the loop looks at anything else
 MOST_HELD = 32  # reads of a stream that are taken apart together
@@ -44,12 +47,14 @@ _WAITS = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 class Client:
     """Requests of one process to all endpoints."""
 
-    def __init__(self, settings: ClientSettings, parent: socket.socket) -> None:
+    def __init__(self, settings: ClientSettings, starter: socket.socket) -> None:
+        """``starter``: the process that started this one, which ends with it."""
         self.api = settings.api
         self.key = settings.key
         self.streams = settings.stream
         self._settings = settings
-        self._parent = parent
+        self._starter = starter
+        self._parent = starter if settings.run is None else _dial(settings.run)
         self._reader = FrameReader()
         self._out: list[tuple[Any, ...]] = []
         self._unsent: deque[bytes] = deque()
@@ -72,6 +77,8 @@ class Client:
     async def run(self) -> None:
         """Works until the parent closes the socket."""
         self._loop = asyncio.get_running_loop()
+        if self._starter is not self._parent:
+            self._loop.add_reader(self._starter.fileno(), os._exit, 0)  # it sends nothing more, so it has gone
         self._parent.setblocking(False)
         self._loop.add_reader(self._parent.fileno(), self._receive)
         self._loop.add_reader(self._poll.fileno(), self._read)
@@ -254,10 +261,13 @@ class Client:
             os._exit(0)
         deadline = time.monotonic() + self._settings.timeout_seconds
         for kind, value in unpack(self._reader, data):
-            if kind == wire.PROBE:
+            if kind == wire.Asked.PING:
+                self._tell(wire.News.PONG, (value, time.monotonic_ns(), time.time_ns()))
+                continue
+            if kind == wire.Asked.PROBE:
                 self._spawn(self._probe(value))
                 continue
-            if kind == wire.CANCEL:
+            if kind == wire.Asked.CANCEL:
                 for ticket in value:
                     self._cancel(ticket)
                 continue
@@ -273,7 +283,7 @@ class Client:
 
     def _flush(self) -> None:
         if self._out:
-            self._tell(wire.EVENTS, self._out)
+            self._tell(wire.News.EVENTS, self._out)
             self._out = []
 
     def _tell(self, kind: int, value: Any) -> None:
@@ -316,7 +326,7 @@ class Client:
                 used = time.process_time()
                 busy = (used - cpu) / (now - reported)
                 load = (busy, self._worst_lag, self._looks, self._late_looks, self._core_wait.share())
-                self._tell(wire.LOAD, load)
+                self._tell(wire.News.LOAD, load)
                 self._looks = self._late_looks = 0
                 for ticket, exchange in self._open.items():
                     if exchange.answer is not None and exchange.answer.frames:
@@ -348,14 +358,24 @@ class Client:
         """Reads an endpoint's metrics about once a second."""
         while True:
             if values := await self._dialers[at].metrics():
-                self._tell(wire.METRICS, (at, values))
+                self._tell(wire.News.METRICS, (at, values))
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _probe(self, at: int) -> None:
         """Asks a lost endpoint until it answers."""
         while not await self._dialers[at].answers():
             await asyncio.sleep(PROBE_SECONDS)
-        self._tell(wire.BACK, at)
+        self._tell(wire.News.BACK, at)
+
+
+def _dial(run: wire.Run) -> socket.socket:
+    """A connection to a run on another machine, which ends too when that machine is gone."""
+    connection = dial(run.address, run.secret, run.number, DIAL_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
 
 
 def _ended(exchange: Exchange) -> Ended:
@@ -407,9 +427,9 @@ def main() -> None:
     """Entry of the process."""
     import uvloop
 
-    parent, settings = read_settings(ClientSettings)
+    starter, settings = read_settings(ClientSettings)
     collect_garbage_rarely()
-    uvloop.run(Client(settings, parent).run())
+    uvloop.run(Client(settings, starter).run())
 
 
 if __name__ == "__main__":
