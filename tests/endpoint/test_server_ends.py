@@ -9,13 +9,14 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli_support import call, call_here, write_lines
+from cli_support import TIMEOUT_SECONDS, call, call_here, started, write_lines
 from megatoken.audit import Severity, audit
 from megatoken.harness.result import CORE_WAIT_SHARE
 
@@ -146,6 +147,30 @@ def test_a_client_that_waits_for_a_core_is_not_asked_to_lower_an_engines_threads
     assert [note["code"] for note in waits] == ["DRIVER_CORE_WAIT"]
     assert "lower engine.threads" not in out + (folder / "report.html").read_text()
     assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []
+
+
+def test_a_sweep_whose_server_is_killed_keeps_its_loads(tmp_path: Path) -> None:
+    """It dies in the second load, before the window of that."""
+    script, port, out = tmp_path / "server.py", free_port(), tmp_path / "out"
+    script.write_text(SERVER % (10**9, "pass"))
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "ready?", "max_tokens": 8})
+    load = ("--concurrency", "2,4", "--settle", 2, "--window", 1, "--warm-up", 0, "--endpoint.processes", 1)
+    with subprocess.Popen([sys.executable, str(script), str(port)]) as server:
+        url = f"http://127.0.0.1:{port}/v1"
+        with started("sweep", "--endpoint", url, "--prompts", prompts, *load, "--out", out) as process:
+            while not list(out.glob("*/02-*")):
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.05)
+            server.kill()
+            said, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    [folder] = out.iterdir()
+    document = json.loads((folder / "sweep.json").read_text())
+    assert process.returncode == 3, err
+    assert document["verdict"] == "INVALID"
+    assert [point["value"] for point in document["points"]] == [2]
+    [why] = [reason["message"] for reason in document["reasons"] if reason["code"] == "NO_WINDOW"]
+    assert "failed" in why and "connection refused" in why and why in err and "NO_WINDOW" in said
+    assert "connection refused" in (folder / "sweep.html").read_text()
 
 
 def refused(tmp_path: Path, port: int, command: str) -> str:

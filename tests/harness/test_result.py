@@ -42,6 +42,13 @@ def test_an_engine_on_the_cpu_although_there_is_a_gpu() -> None:
     assert note == reason("NO_GPU", why=why)
 
 
+def test_a_saturated_client_is_described_without_contradictions() -> None:
+    client = {"processes": 1, "processes_needed": 2, "busy_share": 0.996, "core_wait_share": 0.998}
+    said = reason("CLIENT_SATURATED", late_share=0.0504, **client)["message"]
+    assert said.startswith("5.0 % of the looks")
+    assert "the busiest used 99.6 % of a core in its worst second, and one waited for 99.8 % of the time in" in said
+
+
 def test_an_engine_without_kernels() -> None:
     (note,) = engine_notes({"device": "cpu", "kernels": "PyTorch only", "why_no_kernels": "no compiler g++"}, "bf16")
     assert note == reason("NO_KERNELS", why="no compiler g++")

@@ -18,7 +18,8 @@ from megatoken.analysis.statistics import PERCENTILE_METHOD
 from megatoken.analysis.sweep_point import OVERLOADED_RULE, STEADY_RULE, parts_of, point_figures
 from megatoken.errors import UsageError
 from megatoken.files import new_document
-from megatoken.runs.run import Run
+from megatoken.runs.reasons import CAUSES, Reason, reason
+from megatoken.runs.run import Run, Verdict
 
 SWEEP = "sweep.json"
 LOAD_FACTS = ("arrivals", "burstiness", "seed", "source", "of", "stages")
@@ -56,7 +57,8 @@ ISOLATED = ("output", "ttft_p99", "tpot_p99")  # of RATIOS
 def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
     """The document of a sweep from the run folders of its points, in the order in which they ran.
 
-    Points that were interrupted before their window are listed in ``notes`` only.
+    Loads that ended before their window are no points. ``notes`` lists them; unless they were interrupted, they make
+    the sweep INVALID.
     """
     first = runs[0]
     whole = [run for run in runs if run.result["load"]["window_seconds"]]
@@ -74,18 +76,24 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
     )
     subject = " ".join(str(part) for part in (first.result.get("model"), first.result.get("precision")) if part)
     kind = first.result["load"]["kind"]
-    left_out = [run.path.name for run in runs if run not in whole]
+    left_out = [run for run in runs if run not in whole]
+    early = [run for run in left_out if run.verdict is not Verdict.INTERRUPTED]
+    names, verdict = [run.path.name for run in left_out], worst_verdict(runs)
     return new_document(
         "sweep",
         title=f"Sweep of {subject} by {kind}",
         inputs=[run.path for run in runs],
         notes=[
             *shared_notes(runs, leaving_out="SWEEP_POINT"),
-            *([f"left out, because they ended before their window: {', '.join(left_out)}"] if left_out else []),
+            *([f"left out, because they ended before their window: {', '.join(names)}"] if names else []),
             *contentions(runs),
         ],
-        verdict=worst_verdict(runs),
-        reasons=[{"run": run.path.name, **reason} for run in runs for reason in run.reasons],
+        verdict=Verdict.INVALID if early and verdict is not Verdict.INTERRUPTED else verdict,
+        reasons=[
+            {"run": run.path.name, **one}
+            for run in runs
+            for one in (*run.reasons, *([no_window(run)] if run in early else []))
+        ],
         name=name,
         load_kind=kind,
         load_unit=UNITS[kind],
@@ -119,6 +127,14 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
             "percentiles": PERCENTILE_METHOD,
         },
     )
+
+
+def no_window(run: Run) -> Reason:
+    """Why a load of a sweep has nothing to count; most often a server that has gone."""
+    causes = [early] if (early := run.result["load"]["ended_by"]) else run.reasons
+    failures = [note for note in run.result["notes"] if note["code"] in CAUSES]
+    why = "; ".join(cause["message"] for cause in (*causes, *failures))
+    return reason("NO_WINDOW", why=why or "no request came in time")
 
 
 def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

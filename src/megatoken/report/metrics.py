@@ -10,6 +10,7 @@ from typing import Any
 from megatoken.analysis.machine import simulated_gpu
 from megatoken.analysis.statistics import ARRIVING, SOAK, STAGES, Samples, steady_span
 from megatoken.report.blocks import Badge
+from megatoken.runs.reasons import CAUSES
 from megatoken.runs.run import Run, Verdict
 from megatoken.text import ABSENT, is_number, number, precise
 
@@ -34,7 +35,6 @@ MEANING = {
 }
 
 
-CAUSES = ("SERVER_FAILED", "REQUESTS_FAILED")
 SHORTFALLS = {
     "FAILED_SAMPLES": "samples failed",
     "ACCURACY": "the answers are not accurate enough",

@@ -44,6 +44,8 @@ def _templates(kind: str) -> Mapping[str, list[str]]:
 REASONS = _templates("reasons")
 TEMPLATES = {**REASONS, **_templates("findings"), **_templates("notes")}
 """Messages by code: of runs, then of compliance tests and evaluations, then notes."""
+CAUSES = ("SERVER_FAILED", "REQUESTS_FAILED")
+"""Notes that say why samples failed."""
 
 
 def reason(code: str, **fields: Any) -> Reason:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatoken.analysis.machine import utc_text
 from megatoken.analysis.summary import summarise_run
-from megatoken.analysis.sweep import SWEEP, saturated, summarise_sweep
+from megatoken.analysis.sweep import SWEEP, no_window, saturated, summarise_sweep
 from megatoken.analysis.sweep_point import parts_of, point_figures
 from megatoken.config import RunConfig
 from megatoken.errors import MegatokenError, UsageError
@@ -95,17 +95,21 @@ class _Sweep:
     neighbour: tuple[str, ...]
 
     def run(self, estimated_rate: float) -> None:
-        """Every load as often as ``config.repeat`` says, until one ends the sweep or a signal comes."""
+        """Every load as often as ``config.repeat`` says, until one ends the sweep or a signal comes.
+
+        A load without a window ends it too; the points before it stay. Raises MegatokenError if it is the first.
+        """
         runs: list[Run] = []
         points: list[dict[str, Any]] = []
         for number, value in enumerate(self.plan.loads(estimated_rate), 1):
             for repeat in range(self.config.repeat):
-                run = self._recorded(runs, self._point(number, value, repeat))
-                if self.neighbour and not self.stop.received:
+                run = self._point(number, value, repeat)
+                whole = self._record(runs, run)
+                if whole and self.neighbour and not self.stop.received:
                     out = self.path.with_name(f"{self.path.name}-neighbour")
                     with neighbour(self.neighbour, self.config.endpoint.addresses, out):
-                        self._recorded(runs, self._point(number, value, repeat, shared=True))
-                if self.stop.received:
+                        whole = self._record(runs, self._point(number, value, repeat, shared=True))
+                if self.stop.received or not whole:
                     return
                 for part in parts_of(run):
                     points.append(point_figures(part))
@@ -115,14 +119,20 @@ class _Sweep:
             if points[-1]["ended_by"] or (self.plan.finds_its_end and saturated(points)):
                 return
 
-    def _recorded(self, runs: list[Run], run: Run) -> Run:
-        """Adds a run to the sweep and its document. Raises MegatokenError if it has nothing to count."""
+    def _record(self, runs: list[Run], run: Run) -> bool:
+        """Adds a run to the sweep and its document; returns whether it has something to count."""
         runs.append(run)
         document = judged_sweep(summarise_sweep(runs, self.path.name), [one.result for one in runs])
         write_text(self.path / SWEEP, to_json(document))
-        if run.result["load"]["window_seconds"] is None and not self.stop.received:
-            raise _no_window(run)
-        return run
+        if run.result["load"]["window_seconds"] is not None or self.stop.received:
+            return True
+        why = f"{run.path}: {no_window(run)['message']}"
+        if len(runs) == 1:
+            raise MegatokenError(
+                f"{why}. Check that the target still answers; requests.parquet has the error of each request"
+            )
+        self.progress.note(f"{why}; the sweep ends, and keeps the loads before it")
+        return False
 
     def _report(self, point: Mapping[str, Any]) -> None:
         ttft, latency = (point[name]["p50"] for name in ("ttft_seconds", "latency_seconds"))
@@ -210,13 +220,3 @@ class _Sweep:
         if isinstance(self.plan, RuledPlan):
             write_result_files(folder.mlperf_directory, self.plan, value, concluded["ruled"], requests, self.config)
         folder.finish({**concluded, "ended_at": utc_text(datetime.now(UTC))})
-
-
-def _no_window(run: Run) -> MegatokenError:
-    """Why a load has nothing to count; most often a server that has gone."""
-    causes = [ended] if (ended := run.result["load"]["ended_by"]) else run.reasons
-    why = "; ".join(cause["message"] for cause in causes) or "no request came in time"
-    return MegatokenError(
-        f"{run.path}: the load ended before its window: {why}. Check that the target still answers; requests.parquet "
-        "has the error of each request"
-    )
