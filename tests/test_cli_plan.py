@@ -157,6 +157,7 @@ THROUGHPUT = ("plan", "throughput", "--gpu", "H200")
         (("--minutes", 0), "--minutes is 0; "),
         (("--minutes", "nan"), "--minutes is nan; "),
         (("--minutes", "inf"), "--minutes is inf; "),
+        (("--minutes", 1e9), "--minutes is 1e+09; give a number above 0, at most 1,440: a simulated day"),
         (("--output-tokens", -3), "--output-tokens: expected a mean of 1 to 999,999, got -3"),
         (("--engine.device", "cpu"), "--engine.device: this machine computes nothing"),
         (("--engine.threads=7",), "--engine.threads: this machine computes nothing"),

@@ -490,7 +490,7 @@ def _nested(settings: Mapping[str, _Setting]) -> dict[str, Any]:
 def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:
     first = error.errors()[0]
     key = next(key for key in settings if key == ".".join(str(part) for part in first["loc"][: key.count(".") + 1]))
-    problem = "must not be null" if first["input"] is None else demand(first)
+    problem = "must not be null" if first["input"] is None else demand(first, key)
     return f"{_place_of(key, settings)}: {problem}"
 
 

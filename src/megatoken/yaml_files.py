@@ -60,6 +60,14 @@ DEMANDS = {  # by pydantic's type of error
     "value_error": "{error}",
 }
 
+_OF_NUMBERS = {
+    *("finite_number", "float_parsing", "float_type", "int_from_float", "int_parsing", "int_type"),
+    *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
+}
+_UNIT = re.compile(
+    r"(?:^|[_.])((?:(?:dollars|tokens|samples)_per_)?(?:seconds?|hour|request)|bytes|tokens)(?:\.p\d+)?$"
+)
+
 Place = tuple[str | int, ...]
 
 
@@ -161,9 +169,16 @@ def one_line(text: str) -> str:
     return shown if len(shown) <= LONGEST_MESSAGE else f"{shown[:LONGEST_MESSAGE]}..."
 
 
-def demand(error: ErrorDetails) -> str:
-    """What pydantic demands of a value and, of a single value, what it got: ``must be at least 1, got '0'``."""
-    return _requirement(error) + _got(error)
+def demand(error: ErrorDetails, key: str = "") -> str:
+    """What pydantic demands of a value and, of a single value, what it got: ``must be at least 1, got '0'``.
+
+    A number has the unit that the name of its dotted ``key`` ends with: ``must be a number of seconds``.
+    """
+    requirement, found = _requirement(error), _UNIT.search(key)
+    unit = "samples per second" if key == "rate" else found and found[1].replace("_", " ")
+    if unit and error["type"] in _OF_NUMBERS:
+        requirement += f"{' of' * requirement.endswith('number')} {unit}"
+    return requirement + _got(error)
 
 
 def _requirement(error: ErrorDetails) -> str:

@@ -402,6 +402,18 @@ def test_the_engine_serves_every_scenario_with_text_at_both_ends(tmp_path: Path,
     assert result["loop_seconds"]["tokenise"] > 0
 
 
+def test_a_limit_in_milliseconds_by_mistake_is_pointed_at(tmp_path: Path) -> None:
+    slo = tmp_path / "slo.yaml"
+    slo.write_text("tpot_seconds: {p99: 70}\n")
+    flags = ("--ttft-limit", 500, "--slo", slo, "--dry-run", "--out", tmp_path / "runs")
+    code, out, _ = call_here("run", "--scenario", "server", *flags)
+    assert code == 0
+    assert "ttft_limit_seconds is 500 seconds; if 500 ms are meant, give 0.5" in out
+    assert "limits.tpot_seconds.p99 is 70 seconds; if 70 ms are meant, give 0.07" in out
+    _, out, _ = call_here("run", "--scenario", "server", "--ttft-limit", 60, "--dry-run", "--out", tmp_path / "runs")
+    assert "are meant" not in out
+
+
 def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     for flags, words in (
         (("--rate", 5), "--rate: only for the scenarios server and interactive, and this is offline; leave it out"),
@@ -414,7 +426,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
             "--compliance: not supported with rack.simulated_gpu, which computes nothing",
         ),
         (("--scenario", "server", "--rate", 0), "--rate: must be "),
-        (("--scenario", "server", "--ttft-limit", -1), "--ttft-limit: must be at least 0.001, got '-1'"),
+        (("--scenario", "server", "--ttft-limit", -1), "--ttft-limit: must be at least 0.001 seconds, got '-1'"),
         (
             ("--scenario", "server", "--find-rate", "--benchmark", "llama3.1-8b-edge"),
             "--scenario server: llama3.1-8b-edge has no limits for it; use singlestream or offline",

@@ -142,11 +142,14 @@ def test_users_follow_the_limits(tmp_path: Path) -> None:
         (("--sweep", "SWEEP", "--percentile", "p80"), "expected one of p50"),
         (("--percentile", "p90", "--tokens-per-second", "5", "--per", "node"), "only with --sweep"),
         (("--sweep", "missing.json"), "expected the folder of a sweep"),
+        (("--sweep", "STAGES"), "stages.json: a sweep of stages, each of which begins with the requests of the one"),
     ],
 )
 def test_what_a_plan_from_a_sweep_refuses(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(CURVE))
-    given_flags = [str(tmp_path) if flag == "SWEEP" else flag for flag in flags]
+    (tmp_path / "stages.json").write_text(json.dumps(CURVE | {"load_kind": "stages"}))
+    files = {"SWEEP": str(tmp_path), "STAGES": str(tmp_path / "stages.json")}
+    given_flags = [files.get(flag, flag) for flag in flags]
     code, _, err = call_here("plan", "capacity", *given_flags)
     assert code == 2
     assert message in err

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -46,6 +47,9 @@ from megatoken.mlperf.rules import missing_scenario
 from megatoken.runs.reasons import Reason, reason
 from megatoken.targets.backend import Backend, ServedModel
 from megatoken.text import count_of
+
+LONGEST_USUAL_LIMIT_SECONDS = 60.0  # on the time to a first or another token
+_OF_TOKENS = re.compile(r"(?:ttft|tpot)_limit_seconds|limits\.(?:ttft|tpot|itl)_seconds\.p\d+")
 
 NO_DATA_SET = Dataset(
     name="none",
@@ -94,11 +98,12 @@ class Prepared:
             "notes": list(self.notes),
         }
 
-    def _work(self, device: str) -> dict[str, float | None]:
+    def _work(self, device: str) -> dict[str, Any]:
         """What the model computes and moves; which experts' weights a step of a mixture reads is not known."""
         assert self.model.shape is not None
         work = ModelWork.of(self.model.shape, scheme_of(self.config.engine_config()), device)
-        return {**work._asdict(), **({"weights_bytes": None} if self.model.shape.experts else {})}
+        windows = [window._asdict() for window in work.windows]
+        return {**work._asdict(), "windows": windows, **({"weights_bytes": None} if self.model.shape.experts else {})}
 
     def plan(self) -> dict[str, Any]:
         """The resolved configuration and what follows from it, ready for JSON."""
@@ -172,7 +177,7 @@ def prepare(config: RunConfig, backend: Backend, *, brings_requests: bool = Fals
                 notes.append(reason("ACCURACY_GATE", share=SHARE))
             else:
                 notes.append(reason("ACCURACY_NOT_JUDGED"))
-    warnings = list(tokenizer_warnings(tokenizer, model.shape))
+    warnings = [*tokenizer_warnings(tokenizer, model.shape), *_unit_warnings(config)]
     if config.rules:
         rows, rows_required = len(data_set.requests), run_benchmark(config).rows
         if rows != rows_required:
@@ -302,6 +307,14 @@ def tokenizer_warnings(tokenizer: Tokenizer | None, shape: ModelConfig | None) -
         f"{tokenizer.file} has ids up to {tokenizer.largest_id:,}, but the model's vocabulary ends at "
         f"{shape.vocabulary_size - 1:,}; text with higher ids is refused: use the model's own tokenizer",
     )
+
+
+def _unit_warnings(config: RunConfig) -> Iterator[str]:
+    """Warns of limits on first tokens and tokens that are so long that milliseconds may be meant."""
+    for key in filter(_OF_TOKENS.fullmatch, KEYS):
+        limit = attrgetter(key)(config)
+        if limit is not None and limit > LONGEST_USUAL_LIMIT_SECONDS:
+            yield f"{key} is {limit:g} seconds; if {limit:g} ms are meant, give {limit / 1000:g}"
 
 
 def _is_reference(config: RunConfig) -> bool:

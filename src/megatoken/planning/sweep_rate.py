@@ -112,6 +112,11 @@ def read_sweep_document(path: Path) -> Mapping[str, Any]:
         raise UsageError(f"{file}: expected the folder of a sweep, or its {SWEEP}: {error}") from None
     if document.get("kind") != "sweep" or not isinstance(document.get("points"), list):
         raise UsageError(f"{file}: not the document of a sweep; give the folder that megatoken sweep made")
+    if document.get("load_kind") == "stages":
+        raise UsageError(
+            f"{file}: a sweep of stages, each of which begins with the requests of the one before; plan with one load"
+            " after the other, such as megatoken sweep --concurrency 1-64"
+        )
     return document
 
 

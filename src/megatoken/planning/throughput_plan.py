@@ -23,6 +23,7 @@ from megatoken.planning.rack_simulation import NodeRun, Progress, Rack, mean_cos
 from megatoken.planning.throughput import choose
 
 SOFTWARE = tuple(SECONDS_PER_SEQUENCE)
+MOST_MINUTES = 24 * 60  # a rate settles long before
 LENGTHS_MODEL = "llama2-70b"  # whose request lengths ship with the package
 
 _PARTS = {
@@ -66,8 +67,8 @@ def throughput(
     """The plan of ``megatoken plan throughput``, by its flags, on a GPU or a qualified machine.
 
     Raises as ``plan_throughput`` and ``load_lengths``."""
-    if not 0 < minutes < math.inf:
-        raise UsageError(f"--minutes is {minutes:g}; give a number above 0")
+    if not 0 < minutes <= MOST_MINUTES:
+        raise UsageError(f"--minutes is {minutes:g}; give a number above 0, at most {MOST_MINUTES:,}: a simulated day")
     measured = None if machine is None else read_machine(machine)
     name = gpu if measured is None else measured.name
     if name is None:
