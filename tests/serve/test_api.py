@@ -45,7 +45,9 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"temperature": 10**400}, "temperature", "number"),
     ({"top_p": 0}, "top_p", "must be more than 0"),
     ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
-    ({"max_tokens": 10**9}, "messages", "more than the model's context of 2,048"),
+    ({"max_tokens": 10**9}, "max_tokens", "no room for a prompt in the model's context of 2,048; give at most 2,047"),
+    ({"max_completion_tokens": 2048}, "max_completion_tokens", "an answer of 2,048 tokens leaves no room"),
+    ({"max_tokens": 2047}, "messages", "more than the model's context of 2,048"),
     ({"max_tokens": 2.5}, "max_tokens", "integer"),
     ({"n": 129}, "n", "must be at most 128"),
     ({"n": True}, "n", "integer"),
@@ -109,7 +111,8 @@ def test_a_field_that_is_known_and_not_supported_is_refused(server: Served, name
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"max_output_tokens": 10**9}, "input", "max_output_tokens of 1,000,000,000"),
+        ({"max_output_tokens": 10**9}, "max_output_tokens", "max_output_tokens: an answer of 1,000,000,000 tokens"),
+        ({"max_output_tokens": 2047}, "input", "max_output_tokens of 2,047"),
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
             "input",

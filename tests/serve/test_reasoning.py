@@ -190,6 +190,17 @@ def test_a_thought_has_a_budget(asked: OpenAI, thinker: Served) -> None:
     assert not hasattr(hidden.choices[0].message, "reasoning")
     assert hidden.choices[0].message.content == choice.message.content
     assert hidden.usage is not None and hidden.usage.completion_tokens == len(choice.token_ids)
+    thoughts = count(choice.message.reasoning)
+    assert hidden.usage.completion_tokens_details.reasoning_tokens == thoughts  # type: ignore[union-attr]
+    for shown in (True, False):
+        body = extra(thinking_token_budget=4, include_reasoning=shown)
+        *chunks, last = asked.chat.completions.create(
+            **settings, **body, stream=True, stream_options={"include_usage": True}
+        )
+        assert last.usage == hidden.usage
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == choice.message.reasoning * shown
+        assert {chunk.usage for chunk in chunks} == {None}
     closed = extra(thinking_token_budget=4, chat_template_kwargs={"thinking": False})
     assert not hasattr(asked.chat.completions.create(**settings, **closed).choices[0].message, "reasoning")
 
@@ -266,5 +277,7 @@ def test_a_template_of_thoughts_without_tokens_for_their_ends(tmp_path: Path) ->
         message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
         assert message["content"] is None and message["reasoning"]
     with serving("--chat-template", str(file), "--reasoning-format", "off") as server:
-        message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        answer = server.post("/v1/chat/completions", body).json()
+        message = answer["choices"][0]["message"]
         assert message["content"] and "reasoning" not in message
+        assert "completion_tokens_details" not in answer["usage"]

@@ -177,6 +177,7 @@ class Answer(ABC):
     whole: ClassVar[bool] = False  # whether the client sees nothing before the end
     completion_tokens: int = 0  # generated so far, for all choices
     cached_tokens: int = 0  # of the prompts, taken from the prefix cache by the first choice of each
+    reasoning_tokens: int | None = None  # of the generated ones, thoughts; None: unknown, or the model has none
 
     def __post_init__(self) -> None:
         self._prompt_tokens = sum(len(one.token_ids) for one in self.prompts)
@@ -248,11 +249,13 @@ class Answer(ABC):
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts and answers so far."""
+        thoughts = self.reasoning_tokens
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self._prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **({} if thoughts is None else {"completion_tokens_details": {"reasoning_tokens": thoughts}}),
         }
 
     def count(self, choice: Choice, event: TokenEvent) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ class Chat:
     names: TokenNames
     engine_names: Mapping[str, str]  # fields of the body by those of the engine's requests, where they differ
     keep_special: bool = False  # the parser needs the special tokens in the text
+    thinks: bool = False  # the model marks its thoughts
 
     def choices(self, answer: Answer, api: ApiContext) -> list[Choice]:
         """Where the events of the requests go."""
@@ -70,12 +72,12 @@ class Chat:
         return whole_parts(self.allowed([*parser.add(text), *parser.end()]))
 
     def allowed(self, pieces: list[Piece]) -> list[Piece]:
-        """Those that the body asks for."""
-        if not self.body.parallel_tool_calls:
-            pieces = first_call_only(pieces)
-        if not self.body.include_reasoning:
-            pieces = [piece for piece in pieces if not isinstance(piece, ThoughtText)]
-        return pieces
+        """Those that the body allows; thoughts too, even where they are not shown."""
+        return pieces if self.body.parallel_tool_calls else first_call_only(pieces)
+
+    def count_thoughts(self, thoughts: Iterable[str]) -> int | None:
+        """Tokens of the thoughts of an answer, each of which is a whole one; None of a model without any."""
+        return sum(map(self.names.count, thoughts)) if self.thinks else None
 
 
 async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> Chat:
@@ -119,7 +121,8 @@ async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> C
     requests = engine_requests(api, body, [prompt], fields)
     names = TokenNames(api.tokenizer, body.return_tokens_as_token_ids)
     engine_names = {**ENGINE_NAMES, "prompt": "messages", "grammar": grammar_field}
-    return Chat(body, prompt, requests, make_parser, names, engine_names, keep_special=harmony)
+    thinks = api.reasoning_format is not ReasoningFormat.OFF
+    return Chat(body, prompt, requests, make_parser, names, engine_names, keep_special=harmony, thinks=thinks)
 
 
 def _think_parser(make_inner: Callable[[], CallParser] | None, end: PromptEnd) -> ThinkParser:
@@ -226,18 +229,19 @@ def finish_reason(reason: str | None, body_choice: object, called: bool) -> str 
 
 
 def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict[str, Any]:
-    body, choices = chat.body, []
+    body, choices, all_thoughts = chat.body, [], []
     for choice in answer.choices:
         whole = answer.all_of(choice)
         parts = chat.parts(whole.text)
         text = "".join(part for part in parts if isinstance(part, str))
-        thoughts = [part.text for part in parts if isinstance(part, ThoughtText)]
+        thoughts = "".join(part.text for part in parts if isinstance(part, ThoughtText))
+        all_thoughts.append(thoughts)
         calls = [_call(part) for part in parts if isinstance(part, Call)]
         text = _echoed(body) + text
         content = text if text or chat.make_parser is None else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if thoughts:
-            message["reasoning"] = "".join(thoughts)
+        if thoughts and body.include_reasoning:
+            message["reasoning"] = thoughts
         if calls:
             message["tool_calls"] = calls
         entry: dict[str, Any] = {
@@ -250,6 +254,7 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict
         if body.return_token_ids:
             entry["token_ids"] = whole.token_ids
         choices.append(entry)
+    answer.reasoning_tokens = chat.count_thoughts(all_thoughts)
     completion = {**head, "choices": choices, "usage": answer.usage(), "system_fingerprint": None}
     if body.prompt_logprobs is not None:
         prompt_logprobs = answer.all_of(answer.choices[0]).prompt_logprobs
@@ -280,6 +285,8 @@ class ChatStream(ChunkStream):
         self._parsers: dict[int, CallParser] = {}
         self._begun: set[int] = set()
         self._called: set[int] = set()
+        self._writers: dict[int, list[Callable[[str], None]]] = {}  # of text and of thoughts, without details
+        self._thoughts: defaultdict[int, list[str]] = defaultdict(list)
 
     def add(self, choice: Choice, delta: Delta) -> None:
         """Write the chunks of an event."""
@@ -291,21 +298,39 @@ class ChatStream(ChunkStream):
             first: dict[str, Any] = {"role": "assistant", "content": _echoed(self._body)}
             prompt = {"prompt_token_ids": self.prompts[0].token_ids.tolist()} if self._body.return_token_ids else {}
             self._write(choice, first, more=prompt)
-            if not self._detailed and self._make_parser is None:  # else an event brings more than text
-                choice.write_text = frames.text_writer(
-                    self.exchange.write, lambda piece: self.chunk(choice, delta={"content": piece})
-                )
+            if not self._detailed:  # else an event brings more than text
+                self._writers[choice.index] = [self._text_writer(choice, name) for name in ("content", "reasoning")]
+                if self._make_parser is None:
+                    choice.write_text = self._writers[choice.index][0]
         ended = delta.finish_reason is not None
-        contents = self._contents(choice, delta)
-        if not contents and (ended or self._detailed):
-            contents = [{}]
+        pieces = self._pieces(choice, delta)
+        if not (ended or self._detailed):
+            write_content, write_reasoning = self._writers[choice.index]
+            for piece in pieces:
+                if isinstance(piece, str):
+                    write_content(piece)
+                elif isinstance(piece, ThoughtText):
+                    write_reasoning(piece.text)
+                else:
+                    self._write(choice, _piece_delta(piece))
+            return
+        contents = [_piece_delta(piece) for piece in pieces] or [{}]
         for at, content in enumerate(contents):
             last = ended and at == len(contents) - 1
             self._write(choice, content, delta if at == 0 else None, delta if last else None)
 
-    def _contents(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+    def complete(self) -> None:
+        """Write the usage, if it was asked for, and the end."""
+        if self._usage:
+            self.reasoning_tokens = self._chat.count_thoughts(map("".join, self._thoughts.values()))
+        super().complete()
+
+    def _text_writer(self, choice: Choice, name: str) -> Callable[[str], None]:
+        return frames.text_writer(self.exchange.write, lambda piece: self.chunk(choice, delta={name: piece}))
+
+    def _pieces(self, choice: Choice, delta: Delta) -> list[Piece]:
         if self._make_parser is None:
-            return [{"content": delta.text}] if delta.text else []
+            return [delta.text] if delta.text else []
         parser = self._parsers[choice.index]
         pieces = parser.add(delta.text)
         if delta.finish_reason is not None:
@@ -313,7 +338,11 @@ class ChatStream(ChunkStream):
         pieces = self._chat.allowed(pieces)
         if any(isinstance(piece, CallStart) for piece in pieces):
             self._called.add(choice.index)
-        return [_piece_delta(piece) for piece in pieces]
+        if self._usage:
+            self._thoughts[choice.index] += [piece.text for piece in pieces if isinstance(piece, ThoughtText)]
+        if not self._body.include_reasoning:
+            pieces = [piece for piece in pieces if not isinstance(piece, ThoughtText)]
+        return pieces
 
     def _write(
         self,

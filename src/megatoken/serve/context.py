@@ -135,9 +135,17 @@ class ApiContext:
         """The prompt, cut to ``truncate_prompt_tokens``; of the model, and with room for an answer.
 
         Raises:
-            ApiError: it is empty, outside the vocabulary or too long.
+            ApiError: it is empty, outside the vocabulary or too long, or no prompt has room for such an answer.
         """
         longest = self.model.max_length
+        if max_tokens is not None and max_tokens >= longest:
+            name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) else "max_tokens"
+            raise ApiError(
+                f"{name}: an answer of {max_tokens:,} tokens leaves no room for a prompt in the model's context of "
+                f"{longest:,}; give at most {longest - 1:,}",
+                param=name,
+                code="context_length_exceeded",
+            )
         keep = body.truncate_prompt_tokens
         if keep is not None:
             keep = longest - min(max_tokens or 1, longest - 1) if keep < 0 else keep
