@@ -271,6 +271,16 @@ def test_a_doubt_is_no_rule_of_mlperf_and_yet_speaks_against_a_claim(
         assert doubts(log, replace(seen, failed_samples=1)) == []
 
 
+def test_of_failed_samples_no_percentile_is_quoted() -> None:
+    """LoadGen's then hold memory that it never set, so ours of the completed ones are held against the limits."""
+    late = {"result_first_token_99.00_percentile_latency_ns": 2**62}
+    assert [rule["code"] for rule in unmet_served(**late)] == ["TTFT_LIMIT"]
+    assert unmet_served({"failed_samples": 1}, **late) == []
+    slow = replace(OWN, ttft_p99_seconds=2.5)
+    (rule,) = unmet_served({"failed_samples": 1, "latencies": slow}, **late)
+    assert (rule["code"], rule["found"]) == ("TTFT_LIMIT", 2.5)
+
+
 def test_loadgens_own_reason_is_quoted_where_only_early_stopping_failed() -> None:
     """As LoadGen 6.0.17 logged 64 queries of its Server scenario: its own reason is empty then."""
     text = (

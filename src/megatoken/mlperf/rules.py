@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -208,8 +209,12 @@ def _equal_issue(log: DetailLog, observed: Observed) -> Iterator[Shortfall]:
 def _latencies(log: DetailLog, observed: Observed) -> Iterator[Shortfall]:
     if observed.limits is not None:
         limits = (observed.limits.ttft_seconds, observed.limits.tpot_seconds)
-        for metric, (key, given), limit in zip(("TTFT", "TPOT"), LIMIT_OF_P99.items(), limits, strict=True):
-            found, requested = log.get(key) / 1e9, log.get(given) / 1e9
+        p99s = [log.get(key) / 1e9 for key in LIMIT_OF_P99]
+        if observed.failed_samples:  # LoadGen's percentiles then hold memory that it never set
+            own = observed.latencies
+            p99s = [math.nan, math.nan] if own is None else [own.ttft_p99_seconds, own.tpot_p99_seconds]
+        for metric, found, given, limit in zip(("TTFT", "TPOT"), p99s, LIMIT_OF_P99.values(), limits, strict=True):
+            requested = log.get(given) / 1e9
             if found >= limit:
                 yield shortfall(f"{metric}_LIMIT", found, limit)
             if requested > limit:
