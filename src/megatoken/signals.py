@@ -27,15 +27,21 @@ def handle_stop_signals(handler: Handler) -> dict[signal.Signals, Any]:
     return {number: signal.signal(number, handler) for number in numbers}
 
 
+def last_words(words: str) -> None:
+    """Writes a line on standard error, on a terminal in place of a live line. Raises OSError."""
+    erase = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # and with the cursor, which a progress bar hides
+    os.write(2, f"{erase}megatoken: {words}\n".encode())
+
+
 def leave_at_once(words: str) -> Callable[[int, FrameType | None], None]:
-    """A handler that writes ``words`` on standard error and ends the process with exit code 130.
+    """A handler that writes ``words`` as ``last_words`` and ends the process with exit code 130.
 
     It raises no exception: one raised inside an import is replaced by another, or printed as ignored.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
         try:
-            os.write(2, f"megatoken: {words}\n".encode())
+            last_words(words)
         finally:  # standard error may be closed
             os._exit(ExitCode.INTERRUPTED)
 

@@ -1,13 +1,22 @@
+import fcntl
 import io
 import math
 import os
+import re
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from cli_support import ENVIRONMENT
 from megatoken.engine.state import ReplicaState
 from megatoken.harness import progress
-from megatoken.harness.progress import ExpectedWork, Progress, duration, seconds_left
+from megatoken.harness.progress import ERASE, ExpectedWork, Progress, duration, seconds_left
 
 STATE = ReplicaState(in_flight=1234, pages_free=8, pages=2008)
 
@@ -61,17 +70,74 @@ def test_on_a_terminal_the_line_is_redrawn_in_place_and_taken_off(monkeypatch: p
         live.running(10.0, 10.0, 0.5, 1.0, STATE)
         live.clear()
         shown = ""
-        while shown.count("\r") < 5:
+        while shown.count("\r") < 4:
             shown += screen.read(4096).decode()
     parts = shown.split("\r")[1:]
-    assert parts[0] == "x" * 40
+    assert parts[0] == "x" * 40 + ERASE
     bars = ("━" * 10, "─" * 10) if terminal.encoding.lower().startswith("utf") else ("#" * 10, "-" * 10)
     assert parts[1].startswith(f"{2 * bars[1]} 0 s, ? left  0 %")
     assert parts[2].startswith(f"{''.join(bars)} 10 s, 10 s left  50 %")
-    assert parts[3].isspace()
-    assert len(parts[3]) >= len(parts[2].rstrip())
-    assert parts[4] == ""
-    assert all(len(part) < 80 for part in parts)
+    assert parts[3] == ERASE
+    assert all(len(part.removesuffix(ERASE)) < 80 for part in parts)
+
+
+LIVE = """
+import sys, time
+from megatoken.engine.state import ReplicaState
+from megatoken.harness.progress import Progress
+from megatoken.harness.stop import StopSignals
+
+live = Progress()
+with StopSignals() as stop:
+    stop.parting_words = "stopped"
+    while not stop.received or sys.argv[1] == "hangs":
+        live.running(1.0, 9.0, 0.1, 50.0, ReplicaState())
+        time.sleep(0.02)
+    live.clear()
+"""
+
+
+@pytest.mark.parametrize(("run", "rows"), [("ends", [""]), ("hangs", ["megatoken: stopped", ""])])
+def test_control_c_leaves_nothing_of_the_line_on_the_terminal(run: str, rows: list[str]) -> None:
+    """Nor the ^C that the terminal shows behind it."""
+    master, slave = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", LIVE, run],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
+        env={**ENVIRONMENT, "TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0),
+    ):
+        os.close(slave)
+        shown = b""
+        while b"left" not in shown:
+            shown += os.read(master, 4096)
+        os.write(master, b"\x03")
+        time.sleep(0.3)
+        if run == "hangs":
+            os.write(master, b"\x03")
+        with suppress(OSError):  # its end
+            while read := os.read(master, 4096):
+                shown += read
+    os.close(master)
+    assert b"^C" in shown
+    assert screen(shown.decode().replace("\x1b[?25h", "")) == rows
+
+
+def screen(shown: str) -> list[str]:
+    """The lines of a terminal after what was written, which moves by lines, returns and erasures."""
+    lines = []
+    for line in shown.replace("\r\n", "\n").split("\n"):
+        row, at = "", 0
+        for part in re.split(f"(\r|{re.escape(ERASE)})", line):
+            if part == "\r":
+                at = 0
+            elif part == ERASE:
+                row = row[:at]
+            else:
+                row, at = row[:at] + part + row[at + len(part) :], at + len(part)
+        lines.append(row)
+    return lines
 
 
 def test_answers_that_end_before_their_limits_do_not_delay_the_end() -> None:

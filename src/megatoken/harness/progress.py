@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 import time
@@ -14,6 +15,7 @@ from megatoken.engine.state import ReplicaState
 PLAIN_PERIOD_SECONDS = 5.0
 ENDED_SHARE, PATIENCE_SECONDS = 0.01, 30.0  # of the samples or of the time, before which an estimate would be a guess
 BAR_LETTERS = 20
+ERASE = "\x1b[K"  # to the end of the line: also the ^C that a terminal shows behind it
 HALF = 0.5  # of an answer is left at a random moment
 
 
@@ -58,10 +60,10 @@ class Progress:
     """
 
     def __init__(self, quiet: bool = False) -> None:
-        self._terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._silent = quiet and not self._terminal
         self._next = 0.0
-        self._width = 0
+        self._drawn = False  # whether the line is on the screen
 
     def stage(self, text: str) -> None:
         """Shows what is being done before there is anything to count."""
@@ -100,17 +102,17 @@ class Progress:
 
     def clear(self) -> None:
         """Removes the live line from the terminal."""
-        if self._terminal and self._width:
-            _put(f"\r{' ' * self._width}\r")
-            self._width = 0
+        if self._drawn:
+            _put(f"\r{ERASE}")
+            self._drawn = False
 
     def _write(self, text: str) -> None:
         if self._silent:
             return
         if self._terminal:
             text = text[: shutil.get_terminal_size().columns - 1]
-            _put(f"\r{text.ljust(self._width)}")
-            self._width = len(text)
+            _put(f"\r{text}{ERASE}")
+            self._drawn = True
         else:
             _put(f"{text}\n")
 

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 from megatoken.errors import ExitCode
-from megatoken.signals import handle_stop_signals
+from megatoken.signals import handle_stop_signals, last_words
 
 GRACE_SECONDS = 3.0
 WRITES_IN_GRACE = 3  # one that has just begun, the last one, and one more for a busy disk
@@ -80,7 +80,7 @@ class StopSignals:
             if number != signal.SIGHUP:
                 break
         with suppress(OSError):
-            os.write(2, f"\nmegatoken: {self.parting_words}\n".encode())
+            last_words(self.parting_words)
         os._exit(ExitCode.INTERRUPTED)
 
     def _next_signal(self) -> int | None:
