@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socketserver
 import ssl
 import subprocess
 import threading
@@ -335,6 +336,29 @@ def test_only_a_server_whose_certificate_is_trusted_gets_a_request(
     for event in last.values():
         assert "no connection (its certificate is not trusted: self-signed certificate; give" in str(event.error)
     assert time.monotonic() - began < LONGEST_SECONDS
+
+
+class NoTls(socketserver.BaseRequestHandler):
+    """What most servers without TLS say to a handshake."""
+
+    def handle(self) -> None:
+        self.request.recv(1)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def test_the_wrong_scheme_is_named(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "FAST_SECONDS", 1.0)
+    _, own = certificate(tmp_path / "own")
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), NoTls) as plain, scripted_server(tls=own) as secure:
+        threading.Thread(target=plain.serve_forever, daemon=True).start()
+        for url, message in (
+            (f"https://127.0.0.1:{plain.server_address[1]}/v1", "it does not speak TLS; give http://"),
+            (server.url.replace("http", "https"), "timed out; if it does not speak TLS, give http://"),
+            (secure.url.replace("https", "http"), "if it speaks TLS, give https://"),
+        ):
+            with pytest.raises(UsageError, match=message), connected(url):
+                pass
+        plain.shutdown()
 
 
 def test_accuracy_of_a_server_without_token_ids_takes_those_of_the_text(server: Server, tmp_path: Path) -> None:

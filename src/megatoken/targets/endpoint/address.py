@@ -17,6 +17,7 @@ from megatoken.errors import MegatokenError, UsageError
 
 MOST_BYTES = 16 << 20  # of an answer to a plain request
 SHOWN_CHARACTERS = 200  # of a server's message
+_NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"}  # of a server, by OpenSSL's versions
 FORM = "give an address such as http://host:8000/v1"
 
 
@@ -129,7 +130,7 @@ def ask(
         answer = connection.getresponse()
         data = answer.read(MOST_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        raise AnswerError(f"{address.url}: no answer ({cause_of(error)})") from None
+        raise AnswerError(f"{address.url}: no answer ({cause_of(error)}{_scheme_hint(error, tls)})") from None
     finally:
         connection.close()
     if answer.status != 200:
@@ -139,10 +140,20 @@ def ask(
     return data
 
 
+def _scheme_hint(error: OSError | http.client.HTTPException, tls: ssl.SSLContext | None) -> str:
+    """The other scheme, where the server did what one does that wants it: it waited, or it closed the connection."""
+    if tls is not None:
+        return "; if it does not speak TLS, give http://" if isinstance(error, TimeoutError) else ""
+    cut_off = isinstance(error, ConnectionResetError | http.client.BadStatusLine)
+    return "; if it speaks TLS, give https://" if cut_off else ""
+
+
 def cause_of(error: OSError | http.client.HTTPException) -> str:
     """Why a connection failed, in one line."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message.rstrip('.')}; give endpoint.ca_file"
+    if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+        return "it does not speak TLS; give http://"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"  # asyncio's own words are of a call
     why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
