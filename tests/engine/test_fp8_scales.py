@@ -72,6 +72,7 @@ def test_rows_keep_what_one_scale_loses(tmp_path: Path, monkeypatch: pytest.Monk
     for kind in ("row", "tensor"):
         engine = make_engine(tmp_path, precision="fp8", fp8_scales=kind)
         assert engine.describe()["fp8_scales"] == kind
+        assert "on a GPU" in engine.describe()["why_no_fused_gate"]
         _, logits = answer_and_logits(engine, prompt, 1, monkeypatch)
         errors[kind] = float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     print(f"\nlogit errors {errors}")

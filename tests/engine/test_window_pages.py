@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import MIXTURES, is_greedy, make_checkpoint
-from engines import SIZES, assert_idle, make_engine, request
+from engines import SIZES, answers, assert_idle, drain, make_engine, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_admission import expect_short_answers
@@ -186,6 +186,41 @@ def test_pressed_conversations_get_the_same_tokens(gpt_oss: tuple[Path, PreTrain
     assert converse(plain, 8, 4, 60, cancel_one_in=2) == converse(pressed, 8, 4, 60, cancel_one_in=2)
     assert pressed.state().preemptions > 0
     assert pressed.state().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_flood_that_rests_and_is_preempted_finds_its_beginnings(
+    gpt_oss: tuple[Path, PreTrainedModel], overlap: bool
+) -> None:
+    """Chunks of 15 tokens, of whose prompts most end in a chunk of few, next to short requests of another group."""
+    directory, model = gpt_oss
+    sizes = {"max_batched_tokens": 16, "max_sequences": 8, "cache_tokens": 160, "max_length": 120, "overlap": overlap}
+    engine = windowed_engine(directory, **sizes, prefix_cache=True)
+    expect_short_answers(engine._scheduler)
+    begin = request(7, prompt_tokens=32).prompt
+    flood = [request_after(begin, kind, 20, 14 + kind % 3, "flood") for kind in range(16)]
+    light = [request_after(begin, kind, 6, 1 + kind % 4, "light") for kind in range(16, 28)]
+    asked = {engine.submit(one): one for one in flood}
+    events = [event for _ in range(8) for event in engine.step()]
+    rested_steps = 0
+    for one in light:
+        asked[last := engine.submit(one)] = one
+        while last in engine._active:
+            before = engine.state()
+            events += engine.step()
+            rested_steps += engine.state().decoded_tokens - before.decoded_tokens < before.running // 2
+    found = answers([*events, *drain(engine)])
+    state = engine.state()
+    assert rested_steps > 5 and state.preemptions > 0 and state.prefix_cache_hits > 0
+    for request_id, one in asked.items():
+        assert is_greedy(model, one.prompt, found[request_id][0])
+    assert_idle(engine)
+    assert engine._scheduler._windows.free == engine.memory_plan.window_pages
+
+
+def request_after(begin: list[int], kind: int, tokens: int, prompt_tokens: int, group: str) -> Request:
+    own = request(kind, prompt_tokens=prompt_tokens).prompt
+    return Request([*begin, *own], tokens, ignore_end_token=True, group=group)
 
 
 def test_equal_requests_share_what_one_step_computes(gpt_oss: tuple[Path, PreTrainedModel]) -> None:

@@ -97,7 +97,8 @@ def test_a_model_on_other_machines_is_refused(tmp_path: Path) -> None:
 
 
 def test_utilisation_is_work_over_what_the_hardware_can_do() -> None:
-    totals = {"steps": 50, "output_tokens": 200, "processed_tokens": 1100, "context_tokens": 4000}
+    totals = {"steps": 50, "output_tokens": 200, "processed_tokens": 1100, "decoded_tokens": 100}
+    totals["context_tokens"] = 4000
     levels = dict.fromkeys(SeriesRow._fields[3:12], 0)
     rows = [SeriesRow(10.0, "here", 0, **levels | {"recomputed_tokens": 100} | totals)]
     work = {
@@ -114,3 +115,7 @@ def test_utilisation_is_work_over_what_the_hardware_can_do() -> None:
     assert utilisation({"work": work}, to_table(SeriesRow, rows)) == {}
     mixture = utilisation({"work": work | {"weights_bytes": None}, "peaks": peaks}, to_table(SeriesRow, rows))
     assert mixture["mbu_share"] is None
+    windows = [{"keys": 10, "layers_share": 0.5}]  # half of the layers see 1000 of the keys, not 4000
+    windowed = utilisation({"work": work | {"windows": windows}, "peaks": peaks}, to_table(SeriesRow, rows))
+    assert windowed["mfu_share"] == pytest.approx((1000 * 2e9 + 200 * 1e8 + 2500 * 1e5) / 10 / 1e12)
+    assert windowed["mbu_share"] == pytest.approx((50 * 1e9 + 2500 * 1e4) / 10 / 1e11)

@@ -12,6 +12,7 @@ from megatoken.analysis.aggregation import aggregate, aggregate_fields
 from megatoken.analysis.nodes import run_node_rows
 from megatoken.analysis.series import totals_over_time
 from megatoken.analysis.statistics import seconds_under_load, summarise
+from megatoken.engine.measured_costs import Window, keys_seen
 from megatoken.errors import UsageError
 from megatoken.runs.run import Run, Verdict
 
@@ -38,7 +39,7 @@ def summarise_run(result: Mapping[str, Any], requests: pa.Table, series: pa.Tabl
     return fields
 
 
-COUNTED = ("steps", "processed_tokens", "output_tokens", "context_tokens", "recomputed_tokens")
+COUNTED = ("steps", "processed_tokens", "output_tokens", "decoded_tokens", "context_tokens", "recomputed_tokens")
 
 
 def utilisation(result: Mapping[str, Any], series: pa.Table) -> dict[str, float | None]:
@@ -51,12 +52,14 @@ def utilisation(result: Mapping[str, Any], series: pa.Table) -> dict[str, float 
     seconds = float(times[-1])
     if seconds <= 0 or not all(map(np.isfinite, last.values())) or not last["steps"]:
         return {}
+    windows = [Window(**one) for one in work.get("windows", ())]  # an older run does not have them
+    keys = keys_seen(windows, last["context_tokens"], last["decoded_tokens"])
     operations = (
         (last["processed_tokens"] - last["recomputed_tokens"]) * work["token_operations"]
         + last["output_tokens"] * work["sample_operations"]
-        + last["context_tokens"] * work["pair_operations"]
+        + keys * work["pair_operations"]
     )
-    moved = last["context_tokens"] * work["cached_token_bytes"] + last["steps"] * (work["weights_bytes"] or 0.0)
+    moved = keys * work["cached_token_bytes"] + last["steps"] * (work["weights_bytes"] or 0.0)
     most_operations, most_bytes = (peaks[f"{name}_per_second"] for name in ("operations", "memory_bytes"))
     return {
         "mfu_share": operations / seconds / most_operations if most_operations else None,

@@ -45,6 +45,16 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, str | None]:
     return torch.device("cuda", torch.cuda.current_device()), None
 
 
+def why_no_fused_gate(model: ModelConfig, scheme: LinearScheme, device: torch.device) -> str | None:
+    """Why gate, up and activation of a rank's layers are not one kernel (``ops/gated_product.py``); None: they are."""
+    dense = model.experts is None or len(model.experts.layers) < model.layers
+    if device.type != "cuda" or scheme.fp8_scales != "tensor" or model.mlp_bias or not dense:
+        return "it is for dense layers without biases, in fp8 with one scale, on a GPU"
+    from megatoken.engine.ops.gated_product import obstacle
+
+    return obstacle(model.intermediate_size, model.hidden_size, device)
+
+
 def gpu_obstacle(scheme: LinearScheme) -> str | None:
     """Why the current GPU cannot run a scheme, and what to do; None when it can."""
     if not torch.cuda.is_available():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -32,6 +33,13 @@ class Costs(Protocol):
         """The cost of a step, see ``CostModel.step_of``."""
 
 
+class Window(NamedTuple):
+    """Layers whose queries see at most so many keys."""
+
+    keys: int
+    layers_share: float  # of all layers
+
+
 class ModelWork(NamedTuple):
     """What a model computes and moves, for bounds and utilisation."""
 
@@ -40,11 +48,13 @@ class ModelWork(NamedTuple):
     pair_operations: float  # of attention, for each pair of a query and a key
     weights_bytes: float  # of the layers and the head, read in each step
     cached_token_bytes: float  # keys and values of one token
+    windows: tuple[Window, ...] = ()
 
     @classmethod
     def of(cls, model: ModelConfig, scheme: LinearScheme, device: str) -> ModelWork:
         """The work of a model in a number format on "cpu" or "cuda"; of a mixture, the experts that a token uses."""
         head = float(model.hidden_size * model.vocabulary_size)
+        windows = Counter(window for layer in range(model.layers) if (window := model.window(layer)) is not None)
         weight_bytes = scheme.weight_bytes if device == "cuda" else scheme.activation_bytes
         return cls(
             2.0 * model.active_linear_parameters,
@@ -52,7 +62,16 @@ class ModelWork(NamedTuple):
             4.0 * model.layers * model.heads * model.head_dim,
             model.linear_parameters * weight_bytes + head * scheme.activation_bytes,
             2.0 * model.layers * model.kv_heads * model.head_dim * scheme.cache_item_bytes(device),
+            tuple(Window(keys, layers / model.layers) for keys, layers in sorted(windows.items())),
         )
+
+
+def keys_seen(windows: Iterable[Window], keys: float, queries: float) -> float:
+    """Of the ``keys`` before ``queries``, summed over these, those that are seen: the mean over all layers.
+
+    Contexts shorter than a window next to longer ones make this too high, by at most the keys that these lack.
+    """
+    return keys - sum(share * max(0.0, keys - queries * window) for window, share in windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +110,11 @@ class ProcessorCosts:
         tokens, pairs = float(decodes), 0.0
         for start, count in chunks:
             tokens += count
-            pairs += count * (start + (count + 1) / 2)
+            pairs += keys_seen(work.windows, count * (start + (count + 1) / 2), count)
         products = tokens * work.token_operations / self._product_rate(tokens)
         head = samples * work.sample_operations / self._product_rate(max(samples, 1.0))
-        decode_attention = cached_tokens * work.cached_token_bytes / rates.decode_attention
+        keys = keys_seen(work.windows, cached_tokens, decodes)
+        decode_attention = keys * work.cached_token_bytes / rates.decode_attention
         chunk_attention = pairs * work.pair_operations / rates.prompt_attention
         elementwise = tokens * self._norm_bytes / rates.norm
         gaps = self._layers * rates.layer_seconds

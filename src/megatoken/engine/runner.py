@@ -21,7 +21,7 @@ from megatoken.engine.batch import StepArrays, step_arrays
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import EngineConfig, model_folder
-from megatoken.engine.device import choose_device, operations, settle
+from megatoken.engine.device import choose_device, operations, settle, why_no_fused_gate
 from megatoken.engine.logprobs import PromptTokens, best_logprobs, read_logprobs
 from megatoken.engine.memory import BLOCK_SAMPLES, MemoryPlan, most_tokens
 from megatoken.engine.model import WeightSource, forward, hidden_states, load_weights, logits
@@ -291,6 +291,7 @@ class ModelRunner:
             "threads": torch.get_num_threads(),
             "measured_input_scales": self.measured_input_scales,
             "expanded_linears": self.expanded_linears,
+            "why_no_fused_gate": why_no_fused_gate(self._config, self._scheme, self._device),
             "why_no_gpu": self.why_no_gpu,
         }
 

@@ -249,6 +249,7 @@ class SimulatedRunner:
             "threads": 0,
             "measured_input_scales": 0,
             "expanded_linears": None,
+            "why_no_fused_gate": None,
             "why_no_gpu": None,
         }
 

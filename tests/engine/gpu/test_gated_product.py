@@ -5,6 +5,7 @@ import torch
 from gpu_kernels import DEVICE, assert_same_bits, full_size
 from torch import Tensor
 
+from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.ops import fused
 from megatoken.engine.ops.gated_product import CLUSTERS, gated_product, interleaved, obstacle
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
@@ -85,6 +86,15 @@ def test_repeats_and_replays() -> None:
         out = gated_product(x, weight, *scales)
     graph.replay()
     assert (out.view(torch.uint8) == expected.view(torch.uint8)).all()
+
+
+def test_an_engine_says_whether_it_is_used() -> None:
+    sizes = {"cache_tokens": 4096, "max_length": 512, "max_sequences": 8}
+    whys = [
+        Engine("125m", EngineConfig(precision=precision, **sizes), random_weights=True).describe()["why_no_fused_gate"]
+        for precision in ("fp8", "bf16")
+    ]
+    assert whys[0] is None and "fp8 with one scale" in whys[1]
 
 
 def test_no_rows() -> None:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.config import EngineConfig, ExpertsConfig, ModelConfig
+from megatoken.engine.device import why_no_fused_gate
 from megatoken.engine.ops import fused, paged_attention, prompt_attention, tokens
 from megatoken.engine.ops.cuda import DECODE
 from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
-from megatoken.engine.ops.gated_product import CLUSTERS, ORDER, compiled, obstacle
+from megatoken.engine.ops.gated_product import CLUSTERS, ORDER, compiled
 from megatoken.engine.ops.grouped_product import FEW_ROWS, MANY_ROWS, SOME_ROWS, TileConfig, grouped_product
 from megatoken.engine.ops.launchers import make_loading_safe
 from megatoken.engine.ops.prompt_attention import ChunkConfig
@@ -142,9 +143,7 @@ def launches(
     consumers = scheme.cuda_consumers(device)
     outputs = [consumer.attention_output(q_THE) for consumer in consumers]
     inputs = [launch for consumer in consumers for launch in of_input(consumer)]
-    dense = config.experts is None or len(config.experts.layers) < config.layers
-    fused_gate = scheme.fp8_scales == "tensor" and dense and not config.mlp_bias
-    if fused_gate and obstacle(config.intermediate_size, config.hidden_size, device) is None:
+    if why_no_fused_gate(config, scheme, device) is None:
         inputs += [partial(compiled, x_TD.device.index, cluster) for cluster in CLUSTERS]
         inputs += [
             partial(fused.silu_mul, gate_up_T2F, consumer.device_scale, interleaved=ORDER) for consumer in consumers

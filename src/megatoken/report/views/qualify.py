@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatoken.engine.config import SHAPES, Precision
-from megatoken.engine.measured_costs import ModelWork
+from megatoken.engine.measured_costs import ModelWork, keys_seen
 from megatoken.engine.schemes import find_scheme
 from megatoken.hardware.qualify.shapes import (
     CPU_LOAD,
@@ -156,7 +156,7 @@ def _roofline(tests: list[Document]) -> Iterator[Figure]:
         if value is None or of_step is None or not (milliseconds := value.number("median")):
             continue
         work = ModelWork.of(SHAPES[load.shape], find_scheme(of_step), device)
-        keys = load.sequences * load.prompt_tokens
+        keys = keys_seen(work.windows, load.sequences * load.prompt_tokens, load.sequences)
         operations = load.sequences * (work.token_operations + work.sample_operations) + keys * work.pair_operations
         moved = work.weights_bytes + keys * work.cached_token_bytes
         points.append(Point(value.text("title"), operations / moved, 1e3 * operations / milliseconds))
