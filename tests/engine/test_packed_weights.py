@@ -9,12 +9,13 @@ import torch
 from checkpoints import make_checkpoint
 from engines import make_engine
 
-from megatoken.engine import EngineConfig
+from megatoken.engine import EngineConfig, device
 from megatoken.engine.checkpoint import RandomWeights, open_model
 from megatoken.engine.config import SHAPES
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import find_gpu
-from megatoken.engine.memory import PACKED_TOKENS, plan_memory_of
+from megatoken.engine.memory import PACKED_TOKENS, MemoryPlan, plan_memory_of
+from megatoken.engine.ops import packed_product
 from megatoken.engine.schemes import FP8, FP8_PACKED, find_scheme, scheme_of
 from megatoken.engine.schemes.fp8_weight import Fp8Weight
 from megatoken.engine.schemes.packed4 import Packed4, draw, expand
@@ -84,6 +85,59 @@ def test_steps_of_few_tokens_read_packed_weights_and_others_expand_them() -> Non
     rate = 0.861 * find_gpu("H200").memory_bytes_per_second
     expansion = LLAMA.linear_parameters * (9 / 16 + 1) / rate
     assert many[1] - many[0] == pytest.approx(expansion, rel=0.05)  # and the clock, which more memory traffic lowers
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Plans are made for one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(device, "choose_device", lambda config: (torch.device("cuda", 0), None))
+    monkeypatch.setattr(device, "available_memory_bytes", lambda chosen: 80 * 10**9)
+    monkeypatch.setattr(packed_product, "obstacle", lambda chosen: None)
+    return monkeypatch
+
+
+def test_undecided_weights_stay_packed_only_where_they_do_not_fit(tmp_path: Path, on_a_gpu: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "plain", hidden_size=512, intermediate_size=1024, head_dim=16, num_hidden_layers=5)
+    write.quantize(tmp_path / "plain", "nvfp4", tmp_path / "packed")
+    source = open_model(tmp_path / "packed")
+
+    def settled(packed: bool | None, memory_bytes: int | None = None) -> tuple[EngineConfig, MemoryPlan]:
+        config = EngineConfig("fp8", packed_weights=packed, memory_bytes=memory_bytes, cache_tokens=512)
+        return device.settle(source, config)
+
+    taken = [settled(packed)[1].total_bytes for packed in (False, True)]
+    assert taken[1] < taken[0]
+    for memory_bytes, packed in ((None, False), (taken[0], False), (taken[0] - 1, True), (taken[1], True)):
+        config, plan = settled(None, memory_bytes)
+        assert config.packed_weights == plan.packed_weights == packed
+        assert plan == settled(packed, memory_bytes)[1]
+    with pytest.raises(CapacityError, match="does not fit"):
+        settled(None, taken[1] - 1)
+    on_a_gpu.setattr(packed_product, "obstacle", lambda chosen: "no compiler")
+    assert not settled(None)[1].packed_weights
+    with pytest.raises(CapacityError, match=r"does not fit.*four-bit weights cannot stay packed: no compiler"):
+        settled(None, taken[1])
+    with pytest.raises(CapacityError, match="packed_weights: no compiler; leave it on null"):
+        settled(True)
+
+
+def test_weights_that_are_expanded_are_counted_so(tmp_path: Path, on_a_gpu: pytest.MonkeyPatch) -> None:
+    """Of columns that are no multiple of 64."""
+    sizes = {}
+    for columns in (1024, 1056):
+        make_checkpoint(tmp_path / f"plain-{columns}", hidden_size=512, intermediate_size=columns, head_dim=16)
+        write.quantize(tmp_path / f"plain-{columns}", "mxfp4", tmp_path / f"packed-{columns}")
+        source = open_model(tmp_path / f"packed-{columns}")
+        plans = [
+            device.plan_memory(source.config, EngineConfig("fp8", packed_weights=packed), source.quantized)
+            for packed in (False, True)
+        ]
+        sizes[columns] = plans[0].weights_bytes - plans[1].weights_bytes, source.config
+    for columns, (saved, config) in sizes.items():
+        staying = [shape for shape in config.linear_shapes.values() if shape[1] % 64 == 0]
+        assert (len(staying) == len(config.linear_shapes)) == (columns == 1024)
+        assert saved == sum(rows * columns for rows, columns in staying) * 15 // 32
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

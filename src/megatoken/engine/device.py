@@ -141,10 +141,12 @@ def plan_memory(model: ModelConfig, config: EngineConfig, stored: object = None)
         packed_saves = _packed_saves(model, groups) if stored is not None else 0
     try:
         return plan_memory_of(model, config, device.type, available, packed_saves)
-    except CapacityError:
+    except CapacityError as error:
         undecided = config.packed_weights is None and scheme is FP8 and model.experts is None
-        if not (undecided and groups and _packing_obstacle(device) is None):
+        if not (undecided and groups and device.type == "cuda"):
             raise
+        if obstacle := _packing_obstacle(device):
+            raise CapacityError(f"{error}; its four-bit weights cannot stay packed: {obstacle}") from error
         packed = replace(config, packed_weights=True)
         return plan_memory_of(model, packed, device.type, available, _packed_saves(model, groups))
 

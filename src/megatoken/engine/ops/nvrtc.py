@@ -40,22 +40,30 @@ def machine_code(source: str, name: str, architecture: str, constants: Mapping[s
     if status.value:
         log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise CapacityError(f"{name} was not compiled: {log.decode(errors='replace')}")
+        first_line = log.decode(errors="replace").strip("\0 \n").partition("\n")[0]
+        raise CapacityError(f"{name} was not compiled: {first_line}")
     code: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
     checked(nvrtc.nvrtcGetCUBIN(program, code))
     return code
 
 
 def load(code: bytes, name: str, device: int, shared_bytes: int = 0) -> Any:
-    """A kernel of machine code on a device; ``shared_bytes``: most dynamic shared memory of its launches."""
+    """A kernel of machine code on a device; ``shared_bytes``: most dynamic shared memory of its launches.
+
+    Raises:
+        CapacityError: the device does not take it.
+    """
     from cuda.bindings import driver
 
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # so that this thread has the device's context
-        function = checked(driver.cuModuleGetFunction(checked(driver.cuModuleLoadData(code)), name.encode()))
-        if shared_bytes:
-            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(driver.cuFuncSetAttribute(function, most, shared_bytes))
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # so that this thread has the device's context
+            function = checked(driver.cuModuleGetFunction(checked(driver.cuModuleLoadData(code)), name.encode()))
+            if shared_bytes:
+                most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                checked(driver.cuFuncSetAttribute(function, most, shared_bytes))
+    except RuntimeError as error:  # a driver without such a function, or an earlier failure of the device
+        raise CapacityError(f"the kernel {name} cannot be loaded: {error}") from error
     return function
 
 
