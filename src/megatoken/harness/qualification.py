@@ -24,7 +24,8 @@ def qualify_first(config: RunConfig, progress: Progress) -> dict[str, Any]:
         raise UsageError("qualify: tests the machine of an engine in this process; run megatoken qualify on each node")
     device = "cpu" if config.engine.device == "cpu" else device_here()
     folder = next(parent for parent in (config.out, *config.out.absolute().parents) if parent.is_dir())
-    setting = replace(SETTINGS[device][False], folder=folder)
+    precision = config.precision if config.precision in ("fp32", "bf16") else None  # what the run will be predicted in
+    setting = replace(SETTINGS[device][False], folder=folder, precision=precision)
 
     def report(done: int, tests: int) -> None:
         progress.stage(f"qualifying the machine: test {done + 1} of {tests}")

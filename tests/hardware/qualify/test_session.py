@@ -68,6 +68,7 @@ def test_every_fault_is_found_and_named(name: str, values: int, words: str, tiny
     assert exit_code(document) == ExitCode.INVALID
 
 
+@pytest.mark.timing
 def test_a_hanging_test_is_stopped_and_the_others_run(tiny: Setting) -> None:
     document = run("hang", "steady", setting=tiny, limit_seconds=2.0)
     hanging, steady = document["tests"]

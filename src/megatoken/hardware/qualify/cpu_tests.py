@@ -79,7 +79,7 @@ def gemm(setting: Setting) -> Outcomes:
 def layer_products(setting: Setting) -> Outcomes:
     """The four products of a layer in the engine's fastest format, back to back over distinct layers, as in a step."""
     torch.set_num_threads(usable_cores())
-    precision = engine_precision()
+    precision = engine_precision(setting)
     dtype, scheme, products = DTYPES[precision], find_scheme(precision), products_of(SHAPES[CPU_LOAD.shape])
     layers = [
         [cpu.pack_linear(torch.randn(one.outputs, one.inputs, dtype=dtype), None, scheme) for one in products]
@@ -117,7 +117,7 @@ def kernels(setting: Setting) -> Outcomes:
     bound = None if read is None else Bound(read, "reading of memory, measured", certain=False)
     compiled = cpu.kernels()
     note = "" if compiled["why_no_kernels"] is None else f"PyTorch only: {compiled['why_no_kernels']}"
-    model, precision = SHAPES[SHAPE], engine_precision()
+    model, precision = SHAPES[SHAPE], engine_precision(setting)
     dtype = find_scheme(precision).activation_dtype
     pages = max(CONTEXT // PAGE_SIZE, setting.buffer_bytes // (4 * model.kv_heads * model.head_dim * PAGE_SIZE))
     side = torch.randn(pages, model.kv_heads, PAGE_SIZE, model.head_dim, dtype=dtype)

@@ -20,7 +20,7 @@ SECONDS_FACTOR = 5
 def on_cpu(setting: Setting) -> Outcomes:
     """Weights in the engine's fastest format for this processor."""
     read = setting.measured.get("memory_read")
-    precision = engine_precision()
+    precision = engine_precision(setting)
     item = 2 if precision == "bf16" else 4
     for load in (SMALL_LOAD, CPU_LOAD):
         yield from _steps(load, precision, item, read, setting)

@@ -113,7 +113,7 @@ def on_cpu(setting: Setting) -> Outcomes:
         return torch.mm(a.bfloat16(), b.bfloat16())
 
     yield exact_products(torch.mm, "fp32", side, device, setting)
-    if engine_precision() == "bf16":
+    if engine_precision(setting) == "bf16":
         yield exact_products(in_bf16, "bf16", side, device, setting)
     left, right = torch.randn(side, side), torch.randn(side, side)
     yield repeated_products(lambda: torch.mm(left, right), "fp32", setting)

@@ -36,6 +36,9 @@ OPERATIONS_PER_CYCLE = {
 is assumed to have two such vector units (ARM: four of 128 bits), which only some have."""
 
 
+BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
+
+
 def clock(setting: Setting) -> Value | NotRun:
     """The clock of one core under light load, from instructions of known latency. Compiles a few lines of C."""
     name, title = "core_clock", "Clock of one core"
@@ -75,13 +78,14 @@ def peak(dtype: str, threads: int, setting: Setting) -> Bound | None:
     return Bound(threads * count * gigahertz, formula)
 
 
-def engine_precision() -> Precision:
-    """The fastest format that the engine's products have on this processor: bf16, or fp32 if it has no bf16."""
-    import torch
+def engine_precision(setting: Setting) -> Precision:
+    """The format of the engine's products: the setting's, or the fastest on this processor.
 
-    from megatoken.engine.ops.cpu import can_pack
-
-    return "bf16" if can_pack(torch.bfloat16) else "fp32"
+    A processor without instructions for bf16 widens each value before it multiplies, if it has bf16 at all.
+    """
+    if setting.precision is not None:
+        return setting.precision
+    return "bf16" if any(name in cpu()["instruction_sets"] for name in BF16_INSTRUCTIONS) else "fp32"
 
 
 def usable_cores() -> int:

@@ -6,7 +6,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from megatoken.engine.config import Precision
 
 NORMAL_MAD = 1.4826
 """The median distance from the median times this is the standard deviation of normally distributed values."""
@@ -95,6 +98,7 @@ class Setting:
     repeats: int  # of a computation whose results must be equal
     power_seconds: float  # of the sustained load on a GPU
     folder: Path = Path()  # on the disk to test
+    precision: Precision | None = None  # of the engine's products on a CPU; None: the fastest one
     measured: Mapping[str, float] = field(default_factory=dict)  # medians of the tests before, by name
 
 
