@@ -6,14 +6,16 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __shared__ static
+#define __shared__
 #define __launch_bounds__(threads)
 
 struct Index {
@@ -26,6 +28,7 @@ inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned
 inline int min(int one, int other) { return one < other ? one : other; }
 
 static Index threadIdx, blockIdx;
+uint4 shared[1 << 14];  // of the program that runs
 
 // Threads of a program -------------------------------------------------------------------------------------------------
 
@@ -60,11 +63,16 @@ inline void __syncthreads() {
   while (barrier == barriers_passed) let_others_run();
 }
 
+inline void __syncwarp() { let_others_run(); }  // a warp's lanes take the same turns
+
+static void forget_copies();
+
 static void run(int columns, int rows, int threads, std::function<void()> body) {
   kernel = body;
   for (blockIdx.y = 0; blockIdx.y < rows; blockIdx.y++)
     for (blockIdx.x = 0; blockIdx.x < columns; blockIdx.x++) {
       fibers = std::vector<Fiber>(threads);
+      forget_copies();
       for (Fiber& fiber : fibers) {
         fiber.ended = false;
         fiber.stack.reset(new char[1 << 16]);
@@ -140,13 +148,49 @@ inline unsigned int halves_of_e4m3(unsigned int pair) {
 inline float low_half(unsigned int halves) { return half(halves); }
 inline unsigned int e4m3_pair(float low, float high) { return e4m3_bits(low) | e4m3_bits(high) << 8; }
 inline unsigned short bf16(float value) { return (unsigned short)to_bits(value, 8, 7); }
-inline uint4 read_once(const uint4* from) { return *from; }
 
 inline unsigned int permute_bytes(unsigned int a, unsigned int b, unsigned int selector) {
   const uint64_t bytes = (uint64_t)b << 32 | a;
   unsigned int chosen = 0;
   for (int i = 0; i < 4; i++) chosen |= (unsigned int)(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
   return chosen;
+}
+
+// Copies that are on their way, group by group. They arrive at once or, if `late`, when a thread waits for them.
+extern "C" int late = 0;
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+  bool exists;
+  void arrive() const { exists ? memcpy(to, from, bytes) : memset(to, 0, bytes); }
+};
+static std::map<int, std::deque<std::vector<Copy>>> on_their_way;  // of each thread; the last group is open
+
+static void forget_copies() { on_their_way.clear(); }
+
+static void begin(Copy copy) {
+  if (!late) return copy.arrive();
+  auto& groups = on_their_way[threadIdx.x];
+  if (groups.empty()) groups.emplace_back();
+  groups.back().push_back(copy);
+}
+
+inline void copy_weights(void* to, const void* from) { begin({to, from, 16, true}); }
+inline void copy_scales(void* to, const void* from) { begin({to, from, 4, true}); }
+inline void copy_inputs(void* to, const void* from, bool exists) { begin({to, from, 16, exists}); }
+
+inline void close_group() {
+  auto& groups = on_their_way[threadIdx.x];
+  if (groups.empty()) groups.emplace_back();
+  groups.emplace_back();
+}
+
+template <int GROUPS>
+inline void wait_for_all_but() {
+  auto& groups = on_their_way[threadIdx.x];
+  for (; groups.size() > GROUPS + 1; groups.pop_front())
+    for (const Copy& copy : groups.front()) copy.arrive();
 }
 
 // The lanes' operands of the m16n8k16 product that a warp is at.

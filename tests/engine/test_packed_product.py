@@ -74,6 +74,7 @@ def product(
     outputs, depth = tiles.sides
     out = torch.empty(len(x), outputs, dtype=torch.bfloat16)
     arguments = map(address, (tiles.codes, tiles.scales, tiles.factor_N, x, scale, bias, out))
+    assert launch.shared_bytes(tiles.group) <= 227 * 1024
     grid = len(tiles.codes) // launch.output_tiles, -(-len(x) // (8 * launch.token_tiles))
     library.product(*grid, *arguments, len(x), outputs, depth)
     return out
@@ -121,9 +122,9 @@ def test_the_expansion_has_the_bytes_of_a_weight_that_is_expanded_when_it_is_loa
 @pytest.mark.parametrize(
     ("group", "launch", "rows", "columns", "tokens"),
     [
-        (16, LAUNCHES[0], 16, 64, 1),
+        (16, EXPANSION, 16, 64, 1),
         (16, LAUNCHES[0], 32, 2624, 8),
-        (32, LAUNCHES[0], 48, 704, 3),
+        (32, EXPANSION, 48, 704, 3),
         (16, LAUNCHES[1], 32, 1152, 16),
         (32, LAUNCHES[3], 32, 128, 64),
         (32, LAUNCHES[3], 64, 320, 65),
@@ -136,7 +137,8 @@ def test_products_are_those_of_the_decoded_weight(
     generator = torch.Generator().manual_seed(3)
     x = (50 * torch.randn(tokens, columns, generator=generator)).to(torch.float8_e4m3fn)
     scale, bias = torch.tensor([0.03]), torch.randn(rows, generator=generator).bfloat16()
-    for added in (bias, None):
+    for added, late in ((bias, 0), (None, 1)):
+        ctypes.c_int.in_dll(build(group, launch), "late").value = late  # whether copies arrive as late as they may
         y = product(build(group, launch), launch, PackedTiles.pack(weight), x, scale, added)
         exact = x.double() @ weight.decode(torch.float64).t() * scale.double()
         magnitudes = x.double().abs() @ weight.decode(torch.float64).abs().t() * scale.double()
@@ -150,7 +152,7 @@ def test_products_are_those_of_the_decoded_weight(
 def test_every_code_with_every_scale_is_multiplied_exactly(build: Build, group: int) -> None:
     weight = every_code_with_every_scale(group)
     x = torch.eye(64).to(torch.float8_e4m3fn)[:8]  # each output is one weight, which bf16 holds
-    y = product(build(group, LAUNCHES[0]), LAUNCHES[0], PackedTiles.pack(weight), x, torch.ones(1), None)
+    y = product(build(group, EXPANSION), EXPANSION, PackedTiles.pack(weight), x, torch.ones(1), None)
     values = weight.decode(torch.float64)[:, :8].t()
     # Of groups whose power of two is 25 octaves below the largest of their row, fp16 has no place for the last bits.
     lost = 0.0 if group == 16 else weight.decode(torch.float64).abs().amax(1) * 2**-28

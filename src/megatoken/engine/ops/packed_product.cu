@@ -5,7 +5,7 @@
 // have one scale each. So codes go from memory to the tensor cores without an exchange. `packed_product.py` has the order.
 
 // GROUP (inputs that share a scale: 16 with e4m3 scales, 32 with powers of two), WARPS of a program, OUTPUT_TILES of a
-// program, TOKEN_TILES of 8 tokens and AHEAD (tiles that a warp loads at a time) are given by packed_product.py.
+// program, TOKEN_TILES of 8 tokens and AHEAD (tiles that a warp has on their way) are given by packed_product.py.
 #define DEPTH 64                   // inputs of a tile
 #define SCALES (8 * DEPTH / GROUP) // of a tile, each for two outputs
 
@@ -53,13 +53,29 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const u32 (&weight
       : "r"(weight[0]), "r"(weight[1]), "r"(weight[2]), "r"(weight[3]), "r"(first), "r"(second));
 }
 
-// Weights are read once: they must not push the inputs out of the nearest cache.
-__device__ __forceinline__ uint4 read_once(const uint4* from) {
-  uint4 value;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-      : "l"(from));
-  return value;
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// Copies to shared memory are on their way until `wait_for_all_but`. Weights are read once, so they do not push inputs out
+// of the nearest cache.
+__device__ __forceinline__ void copy_weights(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_scales(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// Zeros, if there is no such token.
+__device__ __forceinline__ void copy_inputs(void* to, const void* from, bool exists) {
+  const int bytes = exists ? 16 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
 #define permute_bytes __byte_perm
@@ -93,26 +109,45 @@ __device__ __forceinline__ const u32* words(const uint4& codes) { return &codes.
 
 // Product --------------------------------------------------------------------------------------------------------------
 
-struct Loaded {
-  uint4 codes[OUTPUT_TILES];
-  u32 scales[OUTPUT_TILES];
+// What a warp multiplies at a time, in shared memory: AHEAD of them are a ring that copies fill ahead of the products.
+struct Piece {
+  uint4 codes[OUTPUT_TILES][32];
+  uint4 inputs[TOKEN_TILES][32];
+  u16 scales[OUTPUT_TILES][SCALES];
 };
 
-// `left`: tiles of this warp from these on; those beyond are zero.
-__device__ __forceinline__ void load(Loaded (&loaded)[AHEAD], const uint4* codes, const u16* scales, int tiles, int left) {
+__device__ __forceinline__ void multiply_piece(float (&sum)[OUTPUT_TILES][TOKEN_TILES][4], const Piece& piece, int lane) {
+  uint4 codes[OUTPUT_TILES], inputs[TOKEN_TILES];
+  u32 scale[OUTPUT_TILES][2];
+#pragma unroll
+  for (int token = 0; token < TOKEN_TILES; token++) inputs[token] = piece.inputs[token][lane];
 #pragma unroll
   for (int output = 0; output < OUTPUT_TILES; output++) {
+    codes[output] = piece.codes[output][lane];
+    u32 both = scale_halves(piece.scales[output][lane / 4 * (DEPTH / GROUP) + lane % 4 * 16 / GROUP]);
+#if GROUP == 16
+    both = multiply_halves(both, 0x58005800);  // 128, so that no product with a code is lost
+#endif
+    scale[output][0] = permute_bytes(both, both, 0x1010);
+    scale[output][1] = permute_bytes(both, both, 0x3232);
+  }
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      loaded[i].codes[output] = make_uint4(0, 0, 0, 0);
-      loaded[i].scales[output] = 0;
-      if (i < left) {
-        loaded[i].codes[output] = read_once(codes + i * WARPS * 32);
-        loaded[i].scales[output] = scales[i * WARPS * SCALES];
-      }
+  for (int part = 0; part < 4; part++) {
+    u32 weight[OUTPUT_TILES][4];
+#pragma unroll
+    for (int output = 0; output < OUTPUT_TILES; output++) {
+      decode(words(codes[output])[part], weight[output]);
+#pragma unroll
+      for (int half = 0; half < 4; half++)
+        weight[output][half] = multiply_halves(weight[output][half], scale[output][half % 2]);
     }
-    codes += tiles * 32;
-    scales += tiles * SCALES;
+#pragma unroll
+    for (int token = 0; token < TOKEN_TILES; token++) {
+      const u32 four = words(inputs[token])[part];
+      const u32 low = halves_of_e4m3(four), high = halves_of_e4m3(four >> 16);
+#pragma unroll
+      for (int output = 0; output < OUTPUT_TILES; output++) multiply_add(sum[output][token], weight[output], low, high);
+    }
   }
 }
 
@@ -122,80 +157,69 @@ __device__ __forceinline__ void load(Loaded (&loaded)[AHEAD], const uint4* codes
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     packed_product(const uint4* codes, const u16* scales, const float* factors, const unsigned char* x,
                    const float* x_scale, const u16* bias, u16* out, int tokens, int outputs, int depth) {
-  __shared__ float sums[WARPS][TOKEN_TILES * 8 * 16];
+  extern __shared__ uint4 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = depth / DEPTH;
-  const int first_token = blockIdx.y * TOKEN_TILES * 8;
+  const int first_token = blockIdx.y * TOKEN_TILES * 8, own_token = first_token + lane / 4;
   const long long first_tile = (long long)blockIdx.x * OUTPUT_TILES * tiles + warp;
   codes += first_tile * 32 + lane;
-  scales += first_tile * SCALES + lane / 4 * (DEPTH / GROUP) + lane % 4 * 16 / GROUP;
-  x += (long long)(first_token + lane / 4) * depth + warp * DEPTH + lane % 4 * 16;
+  scales += first_tile * SCALES + 2 * lane;
+  const unsigned char* x_start = x;
+  x += (long long)own_token * depth + warp * DEPTH + lane % 4 * 16;
+  Piece* ring = (Piece*)shared + warp * AHEAD;
+  const int pieces = (tiles - warp + WARPS - 1) / WARPS;
+  int copied = 0;
 
-  float sum[OUTPUT_TILES][TOKEN_TILES][4] = {};
-  Loaded next[AHEAD], now[AHEAD];
-  int left = (tiles - warp + WARPS - 1) / WARPS;
-  load(next, codes, scales, tiles, left);
-  for (; left > 0; left -= AHEAD) {
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) now[i] = next[i];
-    codes += AHEAD * WARPS * 32;
-    scales += AHEAD * WARPS * SCALES;
-    load(next, codes, scales, tiles, left - AHEAD);
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      uint4 inputs[TOKEN_TILES];
-#pragma unroll
-      for (int token = 0; token < TOKEN_TILES; token++) {
-        inputs[token] = make_uint4(0, 0, 0, 0);
-        if (i < left && first_token + token * 8 + lane / 4 < tokens)
-          inputs[token] = *(const uint4*)(x + (long long)token * 8 * depth + i * WARPS * DEPTH);
-      }
-      u32 scale[OUTPUT_TILES][2];
+  auto copy_next = [&](Piece& piece) {
+    if (copied < pieces) {
 #pragma unroll
       for (int output = 0; output < OUTPUT_TILES; output++) {
-        u32 both = scale_halves(now[i].scales[output]);
-#if GROUP == 16
-        both = multiply_halves(both, 0x58005800);  // 128, so that no product with a code is lost
-#endif
-        scale[output][0] = permute_bytes(both, both, 0x1010);
-        scale[output][1] = permute_bytes(both, both, 0x3232);
+        copy_weights(&piece.codes[output][lane], codes + output * tiles * 32);
+        if (lane < SCALES / 2) copy_scales(&piece.scales[output][2 * lane], scales + output * tiles * SCALES);
       }
 #pragma unroll
-      for (int part = 0; part < 4; part++) {
-        u32 weight[OUTPUT_TILES][4];
-#pragma unroll
-        for (int output = 0; output < OUTPUT_TILES; output++) {
-          decode(words(now[i].codes[output])[part], weight[output]);
-#pragma unroll
-          for (int half = 0; half < 4; half++)
-            weight[output][half] = multiply_halves(weight[output][half], scale[output][half % 2]);
-        }
-#pragma unroll
-        for (int token = 0; token < TOKEN_TILES; token++) {
-          const u32 four = words(inputs[token])[part];
-          const u32 low = halves_of_e4m3(four), high = halves_of_e4m3(four >> 16);
-#pragma unroll
-          for (int output = 0; output < OUTPUT_TILES; output++) multiply_add(sum[output][token], weight[output], low, high);
-        }
+      for (int token = 0; token < TOKEN_TILES; token++) {
+        const bool exists = own_token + token * 8 < tokens;
+        copy_inputs(&piece.inputs[token][lane], exists ? x + (long long)token * 8 * depth : x_start, exists);
       }
+      codes += WARPS * 32;
+      scales += WARPS * SCALES;
+      x += WARPS * DEPTH;
+      copied++;
     }
-    x += AHEAD * WARPS * DEPTH;
+    close_group();
+  };
+
+  float sum[OUTPUT_TILES][TOKEN_TILES][4] = {};
+#pragma unroll
+  for (int i = 0; i < AHEAD - 1; i++) copy_next(ring[i]);
+  for (int first = 0; first < pieces; first += AHEAD) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      if (first + i >= pieces) break;
+      wait_for_all_but<AHEAD - 2>();
+      __syncwarp();  // all lanes' copies have arrived, and none needs the piece before this one any more
+      copy_next(ring[(i + AHEAD - 1) % AHEAD]);
+      multiply_piece(sum, ring[i], lane);
+    }
   }
 
+  float* sums = (float*)shared;  // [WARPS][TOKEN_TILES * 8 * 16]
+  const int places = TOKEN_TILES * 8 * 16;
 #pragma unroll
   for (int output = 0; output < OUTPUT_TILES; output++) {
-    if (output) __syncthreads();
+    __syncthreads();
 #pragma unroll
     for (int token = 0; token < TOKEN_TILES; token++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        sums[warp][(token * 8 + lane % 4 * 2 + i % 2) * 16 + lane / 4 + i / 2 * 8] = sum[output][token][i];
+        sums[warp * places + (token * 8 + lane % 4 * 2 + i % 2) * 16 + lane / 4 + i / 2 * 8] = sum[output][token][i];
     __syncthreads();
-    for (int place = threadIdx.x; place < TOKEN_TILES * 8 * 16; place += 32 * WARPS) {
+    for (int place = threadIdx.x; place < places; place += 32 * WARPS) {
       const int token = first_token + place / 16, row = (blockIdx.x * OUTPUT_TILES + output) * 16 + place % 16;
       if (token >= tokens) continue;
-      float all = sums[0][place];
+      float all = sums[place];
 #pragma unroll
-      for (int other = 1; other < WARPS; other++) all += sums[other][place];
+      for (int other = 1; other < WARPS; other++) all += sums[other * places + place];
       all *= factors[row] * *x_scale;
       if (bias) all += __uint_as_float((u32)bias[row] << 16);
       out[(long long)token * outputs + row] = bf16(all);
@@ -245,13 +269,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       const int tile = min(start + i * WARPS, tiles - 1);
-      loaded[i] = read_once(codes + tile * 32 + lane);
+      loaded[i] = codes[tile * 32 + lane];
       pairs[i] = scales[tile * SCALES + scale];
     }
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       const int tile = start + i * WARPS;
-      if (tile >= tiles) break;
       const u32 both = scale_halves(pairs[i]);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -259,7 +282,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         scaled_magnitudes(low_half(both >> 16 * half) * firsts[half], seconds[half], table);
 #pragma unroll
         for (int part = 0; part < 4; part++) bytes[part] = look_up(words(loaded[i])[part] << 4 * half, table);
-        *(uint4*)(to + (long long)half * 8 * depth + tile * DEPTH) = make_uint4(bytes[0], bytes[1], bytes[2], bytes[3]);
+        if (tile < tiles)
+          *(uint4*)(to + (long long)half * 8 * depth + tile * DEPTH) = make_uint4(bytes[0], bytes[1], bytes[2], bytes[3]);
       }
     }
   }

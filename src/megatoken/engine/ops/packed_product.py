@@ -43,8 +43,13 @@ class Launch(NamedTuple):
     warps: int
     ahead: int
 
+    def shared_bytes(self, group: int) -> int:
+        """Of a program: the ring of pieces of each warp, or their sums."""
+        piece = 512 * (self.token_tiles + self.output_tiles) + self.output_tiles * 16 * DEPTH // group
+        return max(self.warps * self.ahead * piece, self.warps * self.token_tiles * 8 * OUTPUTS * 4)
 
-LAUNCHES = (Launch(1, 1, 8, 4), Launch(2, 2, 8, 2), Launch(4, 2, 8, 1), Launch(8, 2, 4, 1))
+
+LAUNCHES = (Launch(1, 2, 8, 4), Launch(2, 2, 8, 3), Launch(4, 2, 8, 3), Launch(8, 2, 4, 3))
 """For up to 8, 16, 32 and any number of tokens."""
 EXPANSION = Launch(1, 1, 8, 4)
 
@@ -146,7 +151,9 @@ class PackedTiles:
         kernel = compiled(x_TK.device.index, "packed_product", self.group, config)
         grid = len(self.codes) // config.output_tiles, -(-tokens // (8 * config.token_tiles))
         tensors = (self.codes, self.scales, self.factor_N, x_TK, x_scale, bias_N, out)
-        nvrtc.launch(kernel, grid, 32 * config.warps, 0, (*tensors, tokens, outputs, depth), x_TK.device)
+        shared_bytes = config.shared_bytes(self.group)
+        arguments = (*tensors, tokens, outputs, depth)
+        nvrtc.launch(kernel, grid, 32 * config.warps, shared_bytes, arguments, x_TK.device)
         return out
 
     def expand(self, config: Launch = EXPANSION) -> Tensor:
@@ -182,7 +189,8 @@ def _tiled_scales(bytes_NG: Tensor, tiles: int) -> Tensor:
 def compiled(device: int, name: str, group: int, config: Launch) -> Any:
     """A kernel on a device, compiled at the first call. Raises CapacityError: it cannot be compiled or loaded."""
     major, minor = torch.cuda.get_device_capability(device)
-    return nvrtc.load(machine_code(f"sm_{major}{minor}", group, config), name, device)
+    shared_bytes = config.shared_bytes(group) if name == "packed_product" else 0
+    return nvrtc.load(machine_code(f"sm_{major}{minor}", group, config), name, device, shared_bytes)
 
 
 @lru_cache
