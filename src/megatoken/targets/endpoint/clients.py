@@ -95,13 +95,15 @@ class ClientProcess:
         frames = self.channel.receive()
         now_ns = time.monotonic_ns()
         self.heard = now_ns / 1e9
-        messages = [(kind, marshal.loads(body)) for kind, body in frames]
-        if self.host is not None:
-            for kind, value in messages:
-                if kind == News.PONG:
-                    sent_ns, monotonic_ns, wall_ns = value
-                    self.host.clock.note(sent_ns, now_ns, time.time_ns(), monotonic_ns, wall_ns)
-        return [(kind, value) for kind, value in messages if kind != News.PONG]
+        messages = []
+        for kind, body in frames:
+            value = marshal.loads(body)
+            if kind == News.PONG and self.host is not None:
+                sent_ns, monotonic_ns, wall_ns = value
+                self.host.clock.note(sent_ns, now_ns, time.time_ns(), monotonic_ns, wall_ns)
+            else:
+                messages.append((kind, value))
+        return messages
 
     def close(self) -> None:
         """Ends the process."""
