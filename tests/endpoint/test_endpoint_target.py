@@ -196,10 +196,11 @@ def test_what_a_server_does_is_found(server: Server) -> None:
                 assert found[code].get("answers", 10) == 10
 
 
-def test_answers_from_a_cache_are_found(server: Server) -> None:
-    with connected(server.url, max_in_flight=1) as target:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_answers_from_a_cache_are_found(server: Server, processes: int) -> None:
+    with connected(server.url, max_in_flight=processes, processes=processes) as target:
         texts = [f"memory {number}" for number in range(10)]
-        answered(target, prompts(*texts, *texts, tokens=12))
+        answered(target, prompts(*texts, *texts[1:], *texts[:1], tokens=12))  # most go to another process than before
         found = {one["code"]: dict(one) for one in target.findings(0)}
     assert found["CACHED_ANSWERS"]["answers"] == 10
 
