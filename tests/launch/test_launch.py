@@ -113,6 +113,7 @@ def test_the_image_copies_what_the_package_is_built_from() -> None:
         (("soak", "--duration", "80m", "--model", "a b"), "soak"),
         (("soak", "--resume", "runs/x"), "soak"),  # which takes no --out
         (("serve", "--host", "0.0.0.0"), "serve"),
+        (("sweep", "--endpoint", "http://10.0.0.7:8000/v1"), "sweep"),
     ],
 )
 def test_a_slurm_job_starts_every_node_with_one_token_and_ends_as_the_run_does(
@@ -145,7 +146,8 @@ def test_a_slurm_job_starts_every_node_with_one_token_and_ends_as_the_run_does(
     assert re.fullmatch("[0-9a-f]{64}", token)
     assert not any(token in line for line in steps)
     assert ray_address == f"{address}:6379"
-    assert ran == " ".join([command, "--rack", "auto", *arguments[1:]])
+    cluster = "--endpoint.hosts" if "--endpoint" in arguments else "--rack"
+    assert ran == " ".join([command, cluster, "auto", *arguments[1:]])
     assert (records / "folder").read_text().strip() == str(tmp_path)
     bound = f"--node-ip-address={address} --object-store-memory=83886080 --disable-usage-stats --block"
     assert {one[2] for one in started} == {

@@ -127,9 +127,12 @@ def _check_alike(nodes: Sequence[Node], facts: Sequence[dict[str, Any]]) -> None
 
 def _answer(cluster: Cluster, reference: Any, node: Node) -> dict[str, Any]:
     try:
-        return checked(cluster.ask(reference, START_SECONDS), node.name)
+        answer = cluster.ask(reference, START_SECONDS)
     except TimeoutError:
         raise MegatokenError(f"{node.name}: Ray started no process within {START_SECONDS:g} s") from None
+    except MegatokenError as error:
+        raise MegatokenError(f"{node.name}: no client process can start there ({error})") from None
+    return checked(answer, node.name)
 
 
 def _shares(own: Sequence[int], processes: int | None) -> list[int]:
