@@ -4,6 +4,8 @@
 interpreted there.
 """
 
+import functools
+import gc
 import os
 import sys
 from pathlib import Path
@@ -22,6 +24,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what was decided
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"
+
+gc.disable()  # nothing of what is imported and collected is garbage, and to look for it takes a third of that time
 
 # How long an example takes says something about what else the machine does.
 settings.register_profile(
@@ -60,6 +64,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timing"):
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=5))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and so does the checkout, which git need not look at for every run."""
+    from megatoken.hardware import inventory
+
+    inventory.source_revision = functools.cache(inventory.source_revision)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # as in processes that measure
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Or libraries tell of leaks."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

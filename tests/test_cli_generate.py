@@ -22,6 +22,7 @@ from cli_support import (
     wait_until_busy,
     write_lines,
 )
+from examples import every
 from megatoken.config import AnswerConfig, load_flags, load_run_config
 from megatoken.harness.generate import stream_prompt
 
@@ -128,7 +129,7 @@ def test_the_seed_decides_what_is_drawn(model: Path) -> None:
     [
         (">/dev/full", 1, "megatoken: cannot write to standard output: No space left on device\n"),
         (">&-", 1, "megatoken: cannot write to standard output: Bad file descriptor\n"),
-        ("2>&-", 0, ""),
+        *every(("2>&-", 0, "")),
         ("<&- >&- 2>&-", 1, ""),  # only the exit code can say it
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 
 from cli_results import RACK, document_of, hostile_paths, refused, two_runs
 from cli_support import call, call_here, redirected
+from examples import every
 
 PLANS = ("capacity", "fleet", "energy", "cost")
 DEMAND = ("--demand", 5000, "--accelerators-per-node", 4, "--profile", "simple_qa")
@@ -140,7 +141,7 @@ def test_help_alone_and_a_closed_output() -> None:
     code, stdout, err = call("plan")
     assert (code, err) == (0, "")
     assert all(plan in stdout for plan in PLANS)
-    for arguments in ((), ("capacity", *RACK), ("capacity", *RACK, "--json")):
+    for arguments in ((), ("capacity", *RACK, "--json"), *every(("capacity", *RACK))):
         code, _, err = redirected(">&-", "plan", *arguments)
         assert (code, err) == (1, "megatoken: cannot write to standard output: Bad file descriptor\n")
 

@@ -36,11 +36,12 @@ from cli_support import (
     wait_until_busy,
     write_lines,
 )
+from examples import every
 from forks import Process
 from megatoken.config import load_run_config
 from megatoken.runs.run import Verdict, read_run
 
-QUICK = ("--engine.threads", 1, "--warm-up", 0.1)
+QUICK = ("--engine.threads", 1, "--warm-up", 0.1, "--precision", "fp32")  # bf16 takes most processors longer
 SOURCE = Path(megatoken.__file__).parents[1]
 
 
@@ -685,7 +686,7 @@ def test_a_killed_run_can_be_read(tmp_path: Path, lengths: Path) -> None:
     [
         (">/dev/full", "No space left on device"),
         (">&-", "Bad file descriptor"),
-        ("2>/dev/full", None),
+        *every(("2>/dev/full", None)),
         ("2>&-", None),
     ],
 )

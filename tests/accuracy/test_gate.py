@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cli_support import ENVIRONMENT, TIMEOUT_SECONDS, call_here, write_lines
+from examples import every
 from megatoken.accuracy.gate import BASELINE, SHARE, reference_gate
 from megatoken.datasets.references import HELD_OUT, load_references
 from megatoken.engine.config import REFERENCE, model_folder
@@ -97,7 +98,7 @@ def test_sound_weights_pass_and_their_scores_stand_in_the_result(
     assert (code, json.loads(stdout)["metrics"]) == (0, scores["metrics"])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", *every("fp8")])
 def test_a_scale_that_is_wrong_by_two_is_caught(few_rows: Path, tmp_path: Path, precision: str) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -1,5 +1,6 @@
 """Many runs in processes of their own: what happens when one of them ends."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -20,18 +21,20 @@ BUSY_SECONDS = 10  # half a second where nothing else runs; what is left of the 
 LOGS = ("mlperf_log_detail.txt", "mlperf_log_summary.txt", "mlperf_log_accuracy.json")
 
 
-@pytest.fixture
-def tree(originals: Callable[..., Path], tmp_path: Path) -> Callable[[int], Path]:
-    """A folder of so many nodes; their logs are the same ones, which takes no room on the disk."""
+@pytest.fixture(scope="module")
+def tree(originals: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A folder of so many nodes, made once; their logs are the same ones, which takes no room on the disk."""
 
+    @functools.cache
     def make(nodes: int) -> Path:
         source = originals("Offline", "PerformanceOnly", "llama2-70b", "", 24_576)
+        root = tmp_path_factory.mktemp("tree")
         for node in range(nodes):
-            folder = tmp_path / "tree" / f"node_{node}"
-            folder.mkdir(parents=True)
+            folder = root / f"node_{node}"
+            folder.mkdir()
             for name in LOGS:
                 os.link(source / name, folder / name)
-        return tmp_path / "tree"
+        return root
 
     return make
 
@@ -59,7 +62,7 @@ def wait_for_workers(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 @pytest.fixture
 def auditing(tree: Callable[[int], Path]) -> Iterator["subprocess.Popen[str]"]:
     """An audit that takes long, in a process group of its own as a terminal makes one."""
-    command = [*COMMAND, "audit", str(tree(3000)), "--json"]
+    command = [*COMMAND, "audit", str(tree(1200)), "--json"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, process_group=0
     ) as process:

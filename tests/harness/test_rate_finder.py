@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queueing import Batching, Serve, Simulated, queue_of, replay, rows_of
 
-from examples import ALL, examples
+from examples import ALL, every, examples
 from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder
 from megatoken.harness.rate_search import MOST_FULL_LENGTHS, MOST_PROBES, RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import SaturationWatch
@@ -73,7 +73,7 @@ def best_of_twenty_servers() -> float:
     return twenty_servers().highest_valid_rate(20.0, 130.0)
 
 
-@pytest.mark.parametrize("stalled", range(0, 12, 2))
+@pytest.mark.parametrize("stalled", [0, 4, 10, *every(2, 6, 8)])
 def test_one_stalled_try_does_not_change_the_answer(stalled: int) -> None:
     target = twenty_servers(stalled)
     finder = search(target, SEED, 40.0)

@@ -16,6 +16,7 @@ from loadgen_children import TIMEOUT_SECONDS, started, wait_until_running
 from queueing import QueueingTarget, Simulated, queue_of
 
 from cli_support import call_here, make_checkpoint
+from examples import every
 from megatoken.analysis.repeats import interval, read_repeats
 from megatoken.audit import Severity, audit
 from megatoken.config import RunConfig, load_run_config
@@ -270,11 +271,16 @@ def test_a_signal_while_the_folder_is_being_made_ends_the_run_like_any_other(
     assert "repeat" not in more or [one.name for one in path.iterdir() if one.is_dir()] == ["001"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize(
+    ("search", "number"),
+    [
+        *((False, signal.SIGINT), (True, signal.SIGTERM), (False, signal.SIGKILL), (True, signal.SIGKILL)),
+        *every((False, signal.SIGTERM), (True, signal.SIGINT)),
+    ],
+)
 @pytest.mark.timing
 def test_a_signal_ends_a_long_run_at_once_and_leaves_nothing_running(
-    tmp_path: Path, number: signal.Signals, search: bool
+    tmp_path: Path, search: bool, number: signal.Signals
 ) -> None:
     lengths, out = tmp_path / "lengths.csv", tmp_path / "runs"
     lengths.write_text("input_tokens,output_tokens\n5,2\n")
@@ -334,14 +340,14 @@ def test_repeats_say_what_they_have_in_common(tmp_path: Path, data_set: Dataset)
 def test_the_search_finds_the_rate_of_a_real_queue(
     tmp_path: Path, data_set: Dataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """60 servers of 0.2 s, whose highest valid rate is known from a simulation of the same arrivals."""
-    config = {"scenario": "server", "find_rate": True, "rate": 240.0, "min_duration_seconds": 6.0}
-    same = Simulated(queue_of(60, 0.2), LatencyLimits(0.4, 0.2), SEED, full_seconds=6.0)
-    best = same.highest_valid_rate(200.0, 400.0)
-    finished = run(tmp_path, data_set, 60, 0.2, ttft_limit_seconds=0.4, quiet=False, **config)
+    """30 servers of 0.2 s, whose highest valid rate is known from a simulation of the same arrivals."""
+    config = {"scenario": "server", "find_rate": True, "rate": 120.0, "min_duration_seconds": 6.0}
+    same = Simulated(queue_of(30, 0.2), LatencyLimits(0.4, 0.2), SEED, full_seconds=6.0)
+    best = same.highest_valid_rate(100.0, 200.0)
+    finished = run(tmp_path, data_set, 30, 0.2, ttft_limit_seconds=0.4, quiet=False, **config)
     said = capsys.readouterr().err
     [estimate] = re.findall(r"the search is likely to take .*: probes of about \d+ s, then runs of 6 s", said)
-    assert said.index(estimate) < said.index("probe at 240 samples/s")
+    assert said.index(estimate) < said.index("probe at 120 samples/s")
     search = finished.result["rate_search"]
     assert search["samples_per_second"] is not None, search
     assert finished.result["loadgen_validity"] == "VALID"
@@ -382,7 +388,7 @@ def test_a_wall_clock_that_is_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert steps.largest_seconds == pytest.approx(-3.0, abs=0.01)
 
 
-@pytest.mark.parametrize("scenario", ["server", "interactive", "singlestream", "offline"])
+@pytest.mark.parametrize("scenario", ["server", *every("interactive"), "singlestream", "offline"])
 def test_the_engine_serves_every_scenario_with_text_at_both_ends(tmp_path: Path, scenario: str) -> None:
     model = make_checkpoint(tmp_path / "model")
     prompts = tmp_path / "prompts.jsonl"
