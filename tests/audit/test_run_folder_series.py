@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_folder_fields import OPTIONS, TINY, Edit, edited, in_result, made
+from test_run_folder_fields import FEW, OPTIONS, Edit, edited, in_result, made
 
 from cli_support import TIMEOUT_SECONDS, started
 from megatoken.audit import Severity, audit
 from megatoken.errors import UsageError
 from megatoken.runs.run import read_run
-
-FEW = (*TINY, "--engine.max_sequences", 4)  # so that it drains soon
 
 
 @pytest.fixture(scope="module")

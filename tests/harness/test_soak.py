@@ -286,7 +286,8 @@ def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
 
 
 def test_drawn_weights_of_another_shape_are_another_model(tmp_path: Path) -> None:
-    flags = ("--warm-up", 0.1, "--engine.threads", 1, "--engine.max_length", 64, "--json")
+    few = ("--engine.max_sequences", 4, "--engine.max_length", 64)  # so that it drains soon
+    flags = ("--warm-up", 0.1, "--engine.threads", 1, *few, "--json")
     _, out, _ = call_here("soak", "--model", "tiny", "--duration", "1s", "--out", tmp_path, *flags)
     path = Path(json.loads(out)["run_folder"])
     file = path / "config.yaml"

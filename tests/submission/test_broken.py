@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from examples import ALL
 from megatoken.mlperf.rounds import rules
 from megatoken.submission import Check, check
 
@@ -368,20 +367,17 @@ BREAKS: dict[str, Breaking] = {
     ),
 }
 SHAPES = (("v5.1", "closed"), ("v6.1", "closed"), ("v5.1", "open"))
-CASES = [  # the open division where it differs from the closed one: the rules are the same code
-    (name, shape)
-    for name, (_, _, decisions, _) in BREAKS.items()
-    for shape in range(3)
-    if decisions[shape] is not X and (shape < 2 or decisions[2] is not decisions[0] or ALL)
-]
 
 
-@pytest.mark.parametrize(("name", "shape"), CASES, ids=[f"{name}-{'-'.join(SHAPES[shape])}" for name, shape in CASES])
+@pytest.mark.parametrize("shape", range(3), ids=lambda shape: "-".join(SHAPES[shape]))
+@pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_refused_by_its_rule(
     built: Callable[[str, str], Path], tmp_path: Path, name: str, shape: int
 ) -> None:
     rule, words, decisions, spoil = BREAKS[name]
     round_, division = SHAPES[shape]
+    if decisions[shape] is X:
+        pytest.skip("another rule is broken with it")
     root = Path(shutil.copytree(built(round_, division), tmp_path / "tree"))
     spoil(Tree(root, division))
     result = check(root, round=round_)
