@@ -45,6 +45,10 @@ def test_four_bit_weights_are_kept_as_they_are_stored(tmp_path: Path) -> None:
     assert torch.equal(mixed.scale_N1, expected.scale_N1)
 
 
+def test_the_formats_are_those_of_memory() -> None:
+    assert FP8_PACKED.formats() == {"weights": "e2m1", "activations": "e4m3", "kv_cache": "e4m3"}
+
+
 def test_random_weights_are_drawn_in_four_bits() -> None:
     plain = RandomWeights(SHAPES["tiny"])
     name = "model.layers.0.mlp.down_proj.weight"

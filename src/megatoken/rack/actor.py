@@ -77,10 +77,10 @@ class WorkerActor:
             return {**facts, "content_hash": engine.content_hash, "memory_plan": asdict(engine.memory_plan)}
 
         from megatoken.engine.checkpoint import open_model
-        from megatoken.engine.device import plan_memory
+        from megatoken.engine.device import settle
 
         source = open_model(spec.model, random_weights=spec.random_weights, seed=spec.seed)
-        plan = plan_memory(source.config, config, source.quantized)
+        _, plan = settle(source, config)
         return {**facts, "content_hash": source.content_hash, "memory_plan": asdict(plan)}
 
     def _load(self) -> dict[str, Any]:

@@ -60,9 +60,9 @@ class InProcessBackend:
             self._files = model_files(config, source)
             if self._files is not None:
                 self._files.start()  # the import below keeps one core busy for seconds, and others idle
-            from megatoken.engine.device import plan_memory  # imports PyTorch, which a simulated rack does without
+            from megatoken.engine.device import settle  # imports PyTorch, which a simulated rack does without
 
-            memory = plan_memory(source.config, config.engine_config(), source.quantized)
+            _, memory = settle(source, config.engine_config())
             self._served = engine_model(config, source, memory, self._files)
         return self._served
 

@@ -114,6 +114,10 @@ class PackedFp8Scheme(Fp8Scheme):
     weight_bytes: float = 0.5 + 1 / 16  # NVFP4's
     stays_packed: bool = True
 
+    def formats(self) -> dict[str, str]:
+        """Of the weights as they are stored."""
+        return super().formats() | {"weights": "e2m1"}
+
     def keep(self, stored: Callable[[], Fp8Weight | Packed4]) -> tuple[Any, bool | None]:
         """As it is stored."""
         return stored(), None

@@ -167,7 +167,8 @@ def stack(weights: Sequence[Packed4]) -> Packed4 | None:
     return replace(
         first,
         codes_NB=torch.cat([weight.codes_NB for weight in weights]),
-        scale_NG=torch.cat([weight.scale_NG for weight in weights]),
+        # As bytes, because PyTorch need not know how to put powers of two below each other on every device.
+        scale_NG=torch.cat([weight.scale_NG.view(torch.uint8) for weight in weights]).view(first.scale_NG.dtype),
         second_N1=below("second_N1", 1.0, torch.float64, 1),
         zero_NG=below("zero_NG", SYMMETRIC_ZERO, torch.uint8, first.scale_NG.shape[1]),
         largest_input=max(largest) if len(largest) == len(weights) else None,
