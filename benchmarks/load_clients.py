@@ -269,7 +269,7 @@ def measure(name: str, client: Client, load_name: str, python: Path, work: Path)
     return {
         "client": name,
         "load": load_name,
-        "command": shlex.join(arguments),
+        "command": shlex.join(arguments).replace(f"{Path(__file__).parent.parent.resolve()}/", ""),
         "load_average": os.getloadavg()[0],  # of the last minute: how busy the machine was
         "reported": reported,
         "server": server,
