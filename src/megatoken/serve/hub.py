@@ -37,9 +37,9 @@ from megatoken.serve.tenants import Tenant
 STUCK_SECONDS = 10.0
 STATUS_SECONDS = 1.0
 MOST_WAITING_BYTES = 256 << 20  # of requests in front of the engine, as their HTTP processes sent them
-# Steps' worth of prompt tokens that the engine may hold of one tenant. Those of the two steps that run count until their
-# first tokens have come, and with two steps' worth an engine finds no prompt of a tenant that floods in half of its plans,
-# so it does not see that it floods. Six was found by trial (docs/performance.md, "Two keys").
+# Steps' worth of prompt tokens that the engine may hold of one tenant. Those of the two steps that run count until
+# their first tokens have come: with two steps' worth, an engine finds no prompt of a tenant that floods in half of its
+# plans, and does not see that it floods. Six was found by trial (docs/performance.md, "Two keys").
 STEPS_AHEAD = 6
 SEQUENCES_AHEAD = 16  # with one tenant, one request in so many waits in the engine, so that no free sequence does
 

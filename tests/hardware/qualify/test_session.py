@@ -93,6 +93,10 @@ def test_a_slow_value_fails_against_the_baseline_of_the_same_machine(tiny: Setti
     if not test["values"][0]["noisy"]:  # other work on this machine
         assert test["verdict"] == "FAIL"
         assert "the baseline had 100 GB/s" in test["values"][0]["reason"]
+    title = test["values"][0]["title"]
+    saved.write_text(saved.read_text().replace(f'"{title}"', f'"{title}, bf16"'))
+    (test,) = run("slow", setting=tiny, baseline=saved)["tests"]
+    assert test["values"][0]["baseline"] is None  # it was another measurement then
 
 
 def test_a_slow_disk_is_named(tiny: Setting, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Triton (3.6, say) builds an extension module for each list of argument types, and all have the same name. Python then
 keeps one module object for that name: loading a launcher again rewrites the object that another thread has just got, so
-that its kernel is launched through a function for other arguments, and fails or reads them wrongly. Here one thread loads at a
-time, and each launcher is a copy.
+that its kernel is launched through a function for other arguments, and fails or reads them wrongly. Here one thread
+loads at a time, and each launcher is a copy.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ class Earlier:
 
     median: float
     spread: float
+    title: str = ""  # with precision and sizes
 
 
 @cache
@@ -80,7 +81,9 @@ def read_baseline(path: Path, device: str) -> dict[tuple[str, str], Earlier]:
     if (other := document.get("device")) != device:
         raise UsageError(f"--baseline {path}: is about {other}, this is {device}; give one of this machine")
     return {
-        (str(value.get("name")), str(value.get("unit"))): Earlier(value["median"], value["spread"])
+        (str(value.get("name")), str(value.get("unit"))): Earlier(
+            value["median"], value["spread"], str(value.get("title"))
+        )
         for test in mappings(document.get("tests"))
         for value in mappings(test.get("values"))
         if is_number(value.get("median")) and is_number(value.get("spread"))

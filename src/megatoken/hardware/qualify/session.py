@@ -179,6 +179,8 @@ def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str], Earlie
         return entry | {"verdict": not_run.verdict, "reason": not_run.reason}
     noisy = is_noisy(outcome, one.core_wait_share)
     published, before = band(part, outcome.name, outcome.unit), earlier.get((outcome.name, outcome.unit))
+    if before is not None and before.title != outcome.title:
+        before = None  # another precision or size
     judged = judge(outcome, published, before, noisy=noisy)
     bound = outcome.bound
     return entry | {
