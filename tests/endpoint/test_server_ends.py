@@ -173,6 +173,28 @@ def test_a_sweep_whose_server_is_killed_keeps_its_loads(tmp_path: Path) -> None:
     assert "connection refused" in (folder / "sweep.html").read_text()
 
 
+def test_a_server_that_does_not_say_what_it_read_is_measured(tmp_path: Path) -> None:
+    """Without its usage the tokens of prompts are unknown, and those of answers are the frames."""
+    script, port, out = tmp_path / "server.py", free_port(), tmp_path / "runs"
+    script.write_text((SERVER % (10**9, "pass")).replace(', {"choices": [], "usage": usage}', ""))
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "ready?", "max_tokens": 8})
+    load = ("--scenario", "server", "--rate", 40, "--samples", 40, "--min-duration", 0, "--warm-up", 0)
+    server = ("--endpoint", f"http://127.0.0.1:{port}/v1", "--start-server")
+    code, said, err = call_here(
+        *("run", *server, shlex.join([sys.executable, str(script), str(port)]), "--prompts", prompts, *load),
+        *("--endpoint.processes", 1, "--out", out),
+    )
+    assert code in (0, 3), said + err  # INVALID where other work keeps the client from a core
+    [folder] = [path for path in out.iterdir() if path.is_dir()]
+    result = json.loads((folder / "result.json").read_text())
+    assert result["input_tokens"] is None and result["output_tokens_per_second"] > 0
+    assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []
+    assert call_here("compare", folder, "GB300@v6.1")[0] == 0
+    code, said, err = call_here("plan", "capacity", folder, "--json")
+    assert code == 0, err
+    assert any("Input tokens per output token are assumed" in note for note in json.loads(said)["notes"])
+
+
 def refused(tmp_path: Path, port: int, command: str) -> str:
     """The one line with which a run that is to start ``command`` is refused."""
     code, out, err = call_here(

@@ -143,6 +143,7 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
     rates = [float(run.result["output_tokens_per_second"]) for run in whole]
     accelerators, nodes = run_accelerators(first), len(result.get("nodes", [])) or 1
     samples = sum(run.result["samples_completed"] for run in whole)
+    read = [run.result["input_tokens"] for run in whole]
     return Entry(
         name=name,
         source=str(first.path) if len(runs) == 1 else f"{len(whole)} runs: {', '.join(run.path.name for run in whole)}",
@@ -156,7 +157,7 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         **{name: result.get(name) for name in _OF_RESULT},
         **{name: (result.get("identity") or {}).get(name) for name in (*FILES[1:], "rows_sha256")},
         formats=formats_of(result),
-        input_tokens_per_sample=sum(run.result["input_tokens"] for run in whole) / samples,
+        input_tokens_per_sample=None if None in read else sum(read) / samples,
         output_tokens_per_sample=sum(run.result["output_tokens"] for run in whole) / samples,
         duration_seconds=statistics.fmean(run.result["duration_seconds"] for run in whole),
         offered_samples_per_second=None if "rate_search" in result else result.get("offered_samples_per_second"),

@@ -222,13 +222,18 @@ def from_runs(
     if accelerators not in (None, used):
         raise UsageError(f"{first.path}: expected {accelerators} accelerators, the run used {used}")
     rates = interval([float(run.result["output_tokens_per_second"]) for run in whole])
-    tokens_in, tokens_out, samples = (
-        sum(run.result[name] for run in whole) for name in ("input_tokens", "output_tokens", "samples_completed")
-    )
+    tokens_out, samples = (sum(run.result[name] for run in whole) for name in ("output_tokens", "samples_completed"))
+    tokens_in = [run.result["input_tokens"] for run in whole]
     source = f"{first.path} ({first.verdict})" if len(runs) == 1 else _mean_of(whole)
     verdicts = [run.verdict for run in whole]
-    mix, state = tokens_in / tokens_out, state_of_runs(verdicts, rate_state(first))
-    mix_state = state_of_runs(verdicts, "measured")
+    state = state_of_runs(verdicts, rate_state(first))
+    notes, mix, mix_input = [*_run_notes(runs, whole, rates)], assumptions[MIX], assumptions.inputs([MIX])[0]
+    if None in tokens_in:
+        notes.append(DEFAULT_MIX)
+    else:
+        mix = sum(tokens_in) / tokens_out
+        mix_state = state_of_runs(verdicts, "measured")
+        mix_input = Input(MIX, mix, "input tokens / output token", mix_state, source)
     level = ServiceLevel(*(assumptions[name] for name in LIMITS))
     throughput = Throughput(
         output_tokens_per_second=rates["geometric_mean"],
@@ -240,13 +245,13 @@ def from_runs(
         scenario=first.result.get("scenario"),
         inputs=(
             Input("rate", rates["geometric_mean"], RATE_UNIT, state, source, rates["low"], rates["high"]),
-            Input(MIX, mix, "input tokens / output token", mix_state, source),
+            mix_input,
         ),
         state=state,
         source=source,
-        mix_state=mix_state,
+        mix_state=mix_input.state,
         service=min((judge_run(run, level) for run in whole), key=how_well_kept),
-        notes=tuple(_run_notes(runs, whole, rates)),
+        notes=tuple(notes),
     )
     model, precision = first.result.get("model"), first.result.get("precision")
     return _with_replica(throughput, model, precision) if throughput.accelerator else throughput

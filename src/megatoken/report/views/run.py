@@ -276,7 +276,8 @@ def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
             from_zero=False,
             limits=[Mark(f"{name}, {limit:g} ms", limit, upright=True) for name, limit in milliseconds],
         )
-    lengths = [("input", done.input_tokens), ("output", done.output_tokens)]
+    read = done.input_tokens[np.isfinite(done.input_tokens)]  # a server may not say how many it read
+    lengths = [*([("input", read)] if len(read) else []), ("output", done.output_tokens)]
     yield histogram_chart("Lengths of the samples", "tokens", lengths, x_label="tokens")
 
 
