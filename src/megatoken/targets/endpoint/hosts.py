@@ -80,7 +80,7 @@ def client_hosts(
             check_loopback(nodes, settings.addresses)
             actors = [cluster.start_unplaced(ClientActor, node) for node in nodes]
             looks = [actor.look.remote(settings) for actor in actors]
-            facts = [_answer(cluster, look, node) for look, node in zip(looks, nodes, strict=True)]
+            facts = [checked(_asked(cluster, look, node), node.name) for look, node in zip(looks, nodes, strict=True)]
             _check_alike(nodes, facts)
             shares = _shares([one["processes"] for one in facts], processes)
             expected: dict[int, Host] = {}
@@ -89,7 +89,7 @@ def client_hosts(
                 for node, one, share, actor in zip(nodes, facts, shares, actors, strict=True):
                     numbers = range(len(expected), len(expected) + share)
                     own = [replace(settings.of(number), run=Run(at, secret, number)) for number in numbers]
-                    ids = cluster.ask(actor.start.remote(own), START_SECONDS)
+                    ids = _asked(cluster, actor.start.remote(own), node)
                     host = Host(node.name, node.address, one["cores"], one["self_test"], ids)
                     expected |= dict.fromkeys(numbers, host)
                 started = _connected(listener, secret, expected)
@@ -125,14 +125,13 @@ def _check_alike(nodes: Sequence[Node], facts: Sequence[dict[str, Any]]) -> None
             )
 
 
-def _answer(cluster: Cluster, reference: Any, node: Node) -> dict[str, Any]:
+def _asked(cluster: Cluster, reference: Any, node: Node) -> Any:
     try:
-        answer = cluster.ask(reference, START_SECONDS)
+        return cluster.ask(reference, START_SECONDS)
     except TimeoutError:
         raise MegatokenError(f"{node.name}: Ray started no process within {START_SECONDS:g} s") from None
     except MegatokenError as error:
         raise MegatokenError(f"{node.name}: no client process can start there ({error})") from None
-    return checked(answer, node.name)
 
 
 def _shares(own: Sequence[int], processes: int | None) -> list[int]:

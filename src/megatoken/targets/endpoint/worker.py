@@ -36,7 +36,13 @@ LONGEST_RETRY_SECONDS = 60.0
 CUT_SHARE = 0.95  # of max_tokens; an answer that ends by length with fewer was cut
 RECEIVE_BYTES = 1 << 20
 DIAL_SECONDS = 10.0
-KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}  # a machine is gone after 30 s
+# A machine is gone after 30 s, also while something that was sent is not acknowledged.
+KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 10,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 4,
+    socket.TCP_USER_TIMEOUT: 30_000,
+}
 READ_BYTES = 1 << 16  # of one connection
 MOST_READY = 1024  # connections that are read before the loop looks at anything else
 MOST_HELD = 32  # reads of a stream that are taken apart together
