@@ -8,7 +8,8 @@ In turn, so that what else the machine does meets both: `megatoken run` with the
 serve` measured by `megatoken run --endpoint`, with the same model, settings, rows, seeds and rate, both without a cache
 of prefixes and with the same limit on a step (else only the engine in process would know the scenario's). It prints
 what each found and how far they are apart: p99 of the time to first token in ms, time per output token in percent,
-medians of the repeats.
+medians of the repeats. With ``--simulated-gpu`` both engines take the time of a cost model, so that a busy machine
+spoils less; the one without HTTP is then a rack of one replica, as only a rack simulates.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights of that shape; without it: the reference")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp8"], default="fp32")
+    parser.add_argument("--simulated-gpu", help="with --shape: simulate this GPU")
     parser.add_argument("--rate", type=float, required=True, help="requests/s")
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--repeat", type=int, default=3, help="turns of each side")
@@ -104,10 +106,16 @@ def main(arguments: Sequence[str]) -> int:
             folder = Path(name) / options.shape
             make_model_folder(SHAPES[options.shape], folder)
             model, engine = ["--model", str(folder)], [*engine, "--random-weights"]
+        own, served = [*model, *engine], [*(model or ["--model", REFERENCE]), *engine]
+        if options.simulated_gpu is not None:
+            simulated = ["--model", options.shape, *[one for one in engine if one != "--random-weights"]]
+            own = [*simulated, "--rack", "auto", "--rack.simulated_gpu", options.simulated_gpu]
+            own += ["--rack.simulated_nodes", "1", "--rack.simulated_gpus", "1"]
+            served = [*simulated, "--simulated-gpu", options.simulated_gpu]
+        served += ["--engine.prefix_cache", "false"]
         for _ in range(options.repeat):
-            turn = {"in_process": measured([*model, *engine], options)}
-            flags = [*(model or ["--model", REFERENCE]), *engine, "--engine.prefix_cache", "false"]
-            with own_server(flags) as server:
+            turn = {"in_process": measured(own, options)}
+            with own_server(served) as server:
                 url = f"http://127.0.0.1:{server.port}/v1"
                 turn["endpoint"] = measured(["--endpoint", url, *model], options)
             turns.append(turn)

@@ -45,7 +45,8 @@ class Server:
     port: int = 0
     tls: ssl.SSLContext | None = None
     asked: Counter[str] = field(default_factory=Counter)
-    bodies: list[dict[str, Any]] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of streams
+    whole: list[dict[str, Any]] = field(default_factory=list)  # bodies of requests for answers that are no streams
     heads: list[bytes] = field(default_factory=list)
     sent_ns: dict[str, list[int]] = field(default_factory=dict)  # times of frames with text, by prompt
     starts_at: float = 0.0  # monotonic seconds; until then it answers 503
@@ -80,6 +81,7 @@ class Server:
                     writer.close()
                     return
                 elif not body.get("stream"):
+                    self.whole.append(body)
                     if "ignore_eos" in body and self.asked["knows nothing"]:
                         reply(writer, {"error": {"message": "ignore_eos: extra fields are not permitted"}}, 400)
                     else:

@@ -219,6 +219,15 @@ def test_lengths_are_forced_where_the_server_knows_how(server: Server) -> None:
     assert "ignore_eos" not in server.bodies[-1]
 
 
+def test_the_first_question_is_of_the_kind_of_the_prompts(server: Server) -> None:
+    with connected(server.url):
+        assert server.whole[-1]["prompt"] == "Hello"
+    endpoint = {"urls": server.url, "processes": 1}
+    config = RunConfig(scenario="server", model=str(model_folder(REFERENCE)), endpoint=endpoint)
+    with EndpointBackend(config, Progress(quiet=True)).open() as backend, backend.load():
+        assert server.whole[-1]["prompt"] == [5, 6, 7, 8]  # some servers have no tokenizer
+
+
 def test_cancelled_samples_leave_no_event_and_connections_are_used_again(server: Server) -> None:
     with connected(server.url) as target:
         for at in range(4):

@@ -32,7 +32,7 @@ from megatoken.targets.endpoint.target import EndpointTarget
 from megatoken.targets.endpoint.wire import ClientSettings
 
 FAST_SECONDS = 10.0  # within which a server that runs says what it serves
-PROBE_TOKENS = 4
+PROBE_TOKENS, PROBE_IDS = 4, (5, 6, 7, 8)
 STARTING = 503  # status of a server that loads its model
 WRONG_FIELD = (400, 422)  # statuses with which servers refuse a field
 _Found = TypeVar("_Found")
@@ -242,27 +242,28 @@ class EndpointBackend:
             return False
 
     def _probe(self, name: str) -> Asking:
-        """Whether the server knows how to force lengths; one short answer each way."""
+        """Whether the server knows how to force lengths; one short answer each way, to a prompt of the run's kind."""
+        ids = self.served().prompts == "token_ids"
         asking = Asking(name, True, self._returns_ids)
         try:
-            self._when_ready(self._addresses[0], lambda: self._try(asking))
+            self._when_ready(self._addresses[0], lambda: self._try(asking, ids=ids))
             return asking
         except AnswerError as error:
             if error.status not in WRONG_FIELD:
                 raise UsageError(f"--endpoint {error}") from None
         plainly = Asking(name, False, self._returns_ids)
         try:
-            self._try(plainly)
+            self._try(plainly, ids=ids)
         except AnswerError as error:
             raise UsageError(f"--endpoint {error}") from None
         return plainly
 
-    def _try(self, asking: Asking) -> Answer:
-        """One short answer. Raises AnswerError."""
-        prompt = "Hello"
-        request: Request = Request(prompt, max_tokens=PROBE_TOKENS, ignore_end_token=True)
+    def _try(self, asking: Asking, *, ids: bool = False) -> Answer:
+        """One short answer, to a prompt of token ids if ``ids``. Raises AnswerError."""
+        text = "Hello"
+        request: Request = Request(PROBE_IDS if ids else text, max_tokens=PROBE_TOKENS, ignore_end_token=True)
         if self.api == "chat":
-            request = ChatRequest(prompt, max_tokens=PROBE_TOKENS, ignore_end_token=True, messages=(("user", prompt),))
+            request = ChatRequest(text, max_tokens=PROBE_TOKENS, ignore_end_token=True, messages=(("user", text),))
         address = self._addresses[0]
         body = body_of(request, self.api, asking, stream=False)
         seconds = self._config.endpoint.timeout_seconds
