@@ -125,7 +125,7 @@ def test_the_expansion_has_the_bytes_of_a_weight_that_is_expanded_when_it_is_loa
         (16, EXPANSION, 16, 64, 1),
         (16, LAUNCHES[0], 32, 2624, 8),
         (32, EXPANSION, 48, 704, 3),
-        (16, LAUNCHES[1], 32, 1152, 16),
+        (16, LAUNCHES[0], 64, 1152, 11),
         (32, LAUNCHES[3], 32, 128, 64),
         (32, LAUNCHES[3], 64, 320, 65),
     ],
