@@ -1,4 +1,4 @@
-"""Tests that go wrong in every way, called in processes of their own by the tests of qualify."""
+"""Tests that go wrong in every way or end soon, called in processes of their own by the tests of qualify."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import torch
 
 from megatoken.errors import CapacityError
+from megatoken.hardware.qualify import cpu_tests
 from megatoken.hardware.qualify.exact import (
     different_elements,
     fill_pattern,
@@ -27,6 +28,12 @@ def steady(setting: Setting) -> Outcomes:
     yield Value("rate", "Rate", "GB/s", [100.0, 101.0, 99.0], bound=Bound(200.0, "data sheet"))
     yield Value("errors", "Errors", "errors", [0], "zero")
     yield Value("measured_before", "Values measured before", "values", [len(setting.measured)], "")
+
+
+def one_layer(setting: Setting) -> Outcomes:
+    """The products of one layer in place of eight."""
+    cpu_tests.LAYERS = 1
+    yield from cpu_tests.layer_products(setting)
 
 
 def real_disk(setting: Setting) -> Outcomes:

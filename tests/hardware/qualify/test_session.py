@@ -160,7 +160,8 @@ def test_an_interrupted_qualification_keeps_the_tests_that_ended(tiny: Setting) 
 def test_all_tests_of_a_cpu_run_and_return_what_they_promise(tiny: Setting) -> None:
     """Whole steps of the engine take longer, so they have a test of their own."""
     tests = choose(TESTS["cpu"], FAST["cpu"], full=False)
-    *_, document = qualify(tests, tiny, "cpu")
+    soon = [replace(test, function="qualify_faults:one_layer") if test.name == "layers" else test for test in tests]
+    *_, document = qualify(soon, tiny, "cpu")
     found = {value["name"]: value for test in document["tests"] for value in test["values"]}
     assert [test["fault"] for test in document["tests"]] == [None] * len(tests)
     assert {"memory_read", "memory_triad", "gemm_fp32_64_one_core", "memory_pattern", "decode_attention"} <= set(found)
