@@ -16,6 +16,7 @@ from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import find_gpu
 from megatoken.engine.memory import PACKED_TOKENS, MemoryPlan, plan_memory_of
 from megatoken.engine.ops import packed_product
+from megatoken.engine.quantized_layouts import Groups
 from megatoken.engine.schemes import FP8, FP8_PACKED, find_scheme, scheme_of
 from megatoken.engine.schemes.fp8_weight import Fp8Weight
 from megatoken.engine.schemes.packed4 import Packed4, draw, expand
@@ -43,6 +44,32 @@ def test_four_bit_weights_are_kept_as_they_are_stored(tmp_path: Path) -> None:
     expected = FP8.stack([expand(part)[0] for part in parts])
     assert torch.equal(mixed.values_ND.view(torch.uint8), expected.values_ND.view(torch.uint8))
     assert torch.equal(mixed.scale_N1, expected.scale_N1)
+
+
+def test_what_is_expanded_counts_as_expanded() -> None:
+    def saved(**different: Groups) -> int:
+        groups = dict.fromkeys(LLAMA.linear_shapes, Groups(16, zeros=False, kind="e2m1"))
+        groups |= {name: different[one] for name in groups for one in different if f".{one}_proj" in name}
+        return device._packed_saves(LLAMA, groups)
+
+    per_layer = {"q": 8192, "k": 1024, "v": 1024, "o": 8192, "gate": 28_672, "up": 28_672, "down": 28_672}
+
+    def expanded(*names: str) -> int:
+        return -sum(80 * 8192 * per_layer[name] for name in names) * 7 // 16
+
+    assert saved() == 0
+    int4 = Groups(16, zeros=False)
+    assert saved(o=int4) == expanded("o")
+    assert saved(k=int4) == expanded("q", "k", "v")
+    assert saved(up=Groups(32, zeros=False, kind="e2m1")) == expanded("gate", "up")
+    assert saved(**dict.fromkeys(per_layer, int4)) == expanded(*per_layer)
+
+
+def test_four_bit_integers_do_not_stay_packed_on_a_gpu(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", hidden_size=64, intermediate_size=128)
+    write.quantize(tmp_path / "plain", "int4", tmp_path / "packed")
+    with pytest.raises(ConfigError, match="no weights in NVFP4 or MXFP4"):
+        open_model(tmp_path / "packed").keep_packed()
 
 
 def test_the_formats_are_those_of_memory() -> None:
@@ -162,5 +189,5 @@ def test_what_cannot_stay_packed_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     with pytest.raises((CapacityError, ConfigError), match="packed_weights"):
         make_engine(tmp_path, precision="fp8", packed_weights=True)
-    with pytest.raises(ConfigError, match="has no four-bit weights"):
+    with pytest.raises(ConfigError, match="has no weights in NVFP4 or MXFP4"):
         open_model(tmp_path).keep_packed()

@@ -81,9 +81,13 @@ class Checkpoint:
         return cls(config, tensors, quantized, content_hash, stacked)
 
     def keep_packed(self) -> None:
-        """Raises ConfigError: no linear is stored in four bits."""
-        if not isinstance(self.quantized, QuantizedTensors) or not self.quantized.groups():
-            raise ConfigError(f"packed_weights: {self.config.name} has no four-bit weights; leave it on null")
+        """Raises ConfigError: no linear is stored in a format that can stay packed on a GPU."""
+        groups = self.quantized.groups() if isinstance(self.quantized, QuantizedTensors) else {}
+        if all(one.kind != "e2m1" for one in groups.values()):
+            raise ConfigError(
+                f"packed_weights: {self.config.name} has no weights in NVFP4 or MXFP4, which alone stay packed on a "
+                "GPU; leave it on null"
+            )
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """One weight as a fresh tensor that holds no file open; takes a few MB more than its result.
@@ -186,7 +190,7 @@ class RandomFourBit:
         return
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
-        """None."""
+        """Those of a cache without scales."""
         return 1.0, 1.0
 
 

@@ -21,6 +21,8 @@ from megatoken.engine.quantized_layouts import Groups
 from megatoken.engine.schemes import FP8, FP8_PACKED, LinearScheme, scheme_of, unknown_precision
 from megatoken.errors import CapacityError, ConfigError, how_to_install
 
+_STACKS = ((".q", ".k", ".v"), (".gate", ".up"))  # projections that are one product
+
 # Loading leaves holes between tensors of different sizes, 3.5 GB in a 70B model; expandable segments leave none.
 # PyTorch reads this when it first allocates.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -160,12 +162,25 @@ def _packing_obstacle(device: torch.device) -> str | None:
 
 
 def _packed_saves(model: ModelConfig, groups: Mapping[str, Groups]) -> int:
-    """What weights on a GPU take less than NVFP4 would: more where they are expanded, in fp8."""
+    """What weights on a GPU take less than NVFP4 would: more where they are expanded, in fp8.
+
+    Linears that are stacked to one stay packed if all of them can, with the same groups.
+    """
     from megatoken.engine.ops import packed_product
 
+    shapes = model.linear_shapes
+    fitting = {
+        name: one
+        for name, one in groups.items()
+        if one.kind == "e2m1" and one.columns in packed_product.GROUPS and packed_product.fit(*shapes[name])
+    }
     saved = 0.0
-    for name, (rows, columns) in model.linear_shapes.items():
-        group, zeros = groups.get(name, Groups(0, zeros=True))
-        packed = group in packed_product.GROUPS and not zeros and packed_product.fit(rows, columns)
-        saved += rows * columns * (FP8_PACKED.weight_bytes - (0.5 + 1 / group if packed else FP8.weight_bytes))
+    for name, (rows, columns) in shapes.items():
+        module = name.removesuffix("_proj.weight")
+        stack = next((one for one in _STACKS if module.endswith(one)), (module,))
+        prefix = module.removesuffix(next((one for one in stack if module.endswith(one)), module))
+        whole = [f"{prefix}{one}_proj.weight" for one in stack]
+        packed = all(one in fitting and fitting[one] == fitting.get(name) for one in whole)
+        taken = 0.5 + 1 / fitting[name].columns if packed else FP8.weight_bytes
+        saved += rows * columns * (FP8_PACKED.weight_bytes - taken)
     return round(saved)

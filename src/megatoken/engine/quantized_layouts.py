@@ -41,6 +41,7 @@ class Groups(NamedTuple):
 
     columns: int
     zeros: bool
+    kind: str = "int4"  # of the codes, as ``Packed4.kind``
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Fp4Layout(Layout):
 
     def groups(self, module: str, shape: Shape, tensors: Tensors) -> Groups | None:
         """Blocks."""
-        return None if _PRE_SCALE.format(module) in tensors else Groups(self.block, zeros=False)
+        return None if _PRE_SCALE.format(module) in tensors else Groups(self.block, zeros=False, kind="e2m1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def saved_bytes(model: ModelConfig, groups: Mapping[str, Groups], item: int) -> 
         merged = [f"{attention}.self_attn.{one}_proj.weight" for one in "qkv"]
         if name in merged and any(one not in fitting or groups[one] != groups[name] for one in merged):
             continue
-        padded, (group, zeros) = columns + -columns % CHUNK, groups[name]
+        padded, (group, zeros, _) = columns + -columns % CHUNK, groups[name]
         saved += rows * (columns * item - padded // 2 - 4 * (1 + zeros) * padded // group)
     return saved
 

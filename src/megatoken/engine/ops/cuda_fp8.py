@@ -51,7 +51,7 @@ class TensorScaledLinear(Linear):
     def keep_packed(cls, weight: Packed4, bias_N: Tensor | None) -> Self:
         """``weight`` must be one that ``packed_product.fits``."""
         tiles = PackedTiles.pack(weight)
-        compile_all(tiles.codes.device.index, tiles.group)
+        compile_all(tiles.codes.device.index, tiles.group, len(tiles.codes))
         sides = torch.empty(tiles.sides, dtype=torch.float8_e4m3fn, device="meta")
         linear = cls(sides, bias_N, weight_scale=tiles.weight_scale, packed=tiles)
         if weight.largest_input:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from megatoken.engine.ops import nvrtc
 from megatoken.engine.ops.fused import require_contiguous
-from megatoken.engine.schemes.fp8_weight import with_one_scale
 from megatoken.engine.schemes.packed4 import Packed4, expand, pack, unpack
 
 OUTPUTS, DEPTH = 16, 64
-"""Of a tile."""
+"""Outputs and inputs of a tile."""
 GROUPS = (16, 32)
 _LARGEST_SCALE_EXPONENT = 15
 """Of fp16, in which a row's scales that are powers of two are held, so that its largest has this one."""
@@ -42,6 +41,10 @@ class Launch(NamedTuple):
     output_tiles: int
     warps: int
     ahead: int
+
+    def of(self, output_tiles: int) -> Launch:
+        """For a weight of so many tiles of outputs: a program takes a divisor of them."""
+        return self if output_tiles % self.output_tiles == 0 else self._replace(output_tiles=1)
 
     def shared_bytes(self, group: int) -> int:
         """Of a program: the ring of pieces of each warp, or their sums."""
@@ -94,7 +97,7 @@ class PackedTiles:
         second_N1 = second_N1.to(weight.codes_NB.device).expand(rows, 1)
         expanded, _ = expand(weight)
         exponent_N1 = (expanded.scale_N1.double() / second_N1).log2().round()
-        scale_N1 = with_one_scale(expanded).scale_N1
+        scale = expanded.scale_N1.amax()  # as ``with_one_scale``
         bytes_NG = weight.scale_NG.view(torch.uint8)
         largest_N1 = torch.zeros_like(exponent_N1)  # power of two that scales are stored divided by
         if weight.columns // groups == 32:
@@ -107,8 +110,8 @@ class PackedTiles:
             _tiled_scales(bytes_NG, weight.columns // DEPTH),
             (second_N1 * powers.exp2()).float()[:, 0],
             (largest_N1 - exponent_N1).exp2().float()[:, 0],
-            (expanded.scale_N1 / scale_N1)[:, 0],
-            scale_N1.view(()),
+            (expanded.scale_N1 / scale)[:, 0],
+            scale,
         )
 
     @property
@@ -138,7 +141,7 @@ class PackedTiles:
         out_TN: Tensor | None = None,
         config: Launch | None = None,  # by default chosen by the tokens
     ) -> Tensor:
-        """``x W^T + b``, bf16 [T, N]: sums in fp32, always in the same order. Raises CapacityError: no launch."""
+        """``x W^T + b``, bf16 [T, N]: sums in fp32, in the order of its launch. Raises CapacityError: no launch."""
         (tokens, depth), (outputs, _) = x_TK.shape, self.sides
         out = torch.empty(tokens, outputs, dtype=torch.bfloat16, device=x_TK.device) if out_TN is None else out_TN
         require_contiguous(x_TK, x_scale, bias_N, out)
@@ -146,8 +149,7 @@ class PackedTiles:
             return out
         if config is None:
             config = next((one for one in LAUNCHES if tokens <= 8 * one.token_tiles), LAUNCHES[-1])
-        if len(self.codes) % config.output_tiles:
-            config = config._replace(output_tiles=1)
+        config = config.of(len(self.codes))
         kernel = compiled(x_TK.device.index, "packed_product", self.group, config)
         grid = len(self.codes) // config.output_tiles, -(-tokens // (8 * config.token_tiles))
         tensors = (self.codes, self.scales, self.factor_N, x_TK, x_scale, bias_N, out)
@@ -194,10 +196,14 @@ def compiled(device: int, name: str, group: int, config: Launch) -> Any:
 
 
 @lru_cache
-def compile_all(device: int, group: int) -> None:
-    """Both kernels, for any number of tokens, so that no step has to. Raises CapacityError as ``compiled``."""
+def compile_all(device: int, group: int, output_tiles: int) -> None:
+    """Both kernels for weights of so many tiles of outputs and any number of tokens, so that no step has to.
+
+    Raises:
+        CapacityError: as ``compiled``.
+    """
     for config in LAUNCHES:
-        compiled(device, "packed_product", group, config)
+        compiled(device, "packed_product", group, config.of(output_tiles))
     compiled(device, "packed_expansion", group, EXPANSION)
 
 

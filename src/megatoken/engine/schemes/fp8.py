@@ -119,7 +119,7 @@ class PackedFp8Scheme(Fp8Scheme):
         return super().formats() | {"weights": "e2m1"}
 
     def keep(self, stored: Callable[[], Fp8Weight | Packed4]) -> tuple[Any, bool | None]:
-        """As it is stored."""
+        """A weight as the checkpoint stores it, and nothing to say of its expansion."""
         return stored(), None
 
     def stack(self, parts: Sequence[Tensor | Fp8Weight | Packed4]) -> Any:
