@@ -149,6 +149,7 @@ def test_a_client_that_waits_for_a_core_is_not_asked_to_lower_an_engines_threads
     assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []
 
 
+@pytest.mark.timing
 def test_a_sweep_whose_server_is_killed_keeps_its_loads(tmp_path: Path) -> None:
     """It dies in the second load, before the window of that."""
     script, port, out = tmp_path / "server.py", free_port(), tmp_path / "out"
