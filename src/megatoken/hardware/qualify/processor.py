@@ -85,7 +85,12 @@ def engine_precision(setting: Setting) -> Precision:
     """
     if setting.precision is not None:
         return setting.precision
-    return "bf16" if any(name in cpu()["instruction_sets"] for name in BF16_INSTRUCTIONS) else "fp32"
+    return "bf16" if multiplies_bf16() else "fp32"
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor has instructions for products of bf16."""
+    return any(name in cpu()["instruction_sets"] for name in BF16_INSTRUCTIONS)
 
 
 def usable_cores() -> int:
