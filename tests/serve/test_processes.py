@@ -29,6 +29,7 @@ from servers import (
 )
 
 from cli_support import call, call_here
+from megatoken import __version__
 from megatoken.serve.options import HttpProcessSettings, load_serve_config
 from megatoken.serve.supervisor import _Supervisor
 from megatoken.serve.tenants import Keys
@@ -254,6 +255,8 @@ def test_a_key_that_floods_makes_short_steps_next_to_one_that_asks_for_little(tm
     file = tmp_path / "keys.yaml"
     file.write_text("keys:\n- name: flood\n  key: flood\n- name: other\n  key: other\n")
     with running(*SIMULATED, "H200", "--api-keys", str(file)) as server:
+        assert json.loads(server.ask("GET", "/version").body) == {"version": f"{__version__}+simulated.H200"}
+        assert any("tokens are made up: simulated.H200" in line for line in server.log)
         server.stream(1, key="other").close()
         flood = [server.connect() for _ in range(120)]
         for number, connection in enumerate(flood):

@@ -155,7 +155,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, stored: object = None)
 
 def _packing_obstacle(device: torch.device) -> str | None:
     if device.type != "cuda":
-        return "weights stay packed in fp8 on a GPU"
+        return "the engine computes on the CPU, and only a GPU keeps weights packed in fp8"
     from megatoken.engine.ops import packed_product
 
     return packed_product.obstacle(device)

@@ -100,6 +100,13 @@ class ServeConfig(Section):
     engine: ServeEngineSection = ServeEngineSection()
     rack: ReplicasSection = ReplicasSection()
 
+    @property
+    def stand_in(self) -> str | None:
+        """What makes tokens up instead of a model, in the form of a version's local part; None: a model computes."""
+        if self.simulated_gpu is not None:
+            return f"simulated.{self.simulated_gpu}"
+        return "mock" if self.engine_kind == "mock" else None
+
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type."""
         return EngineConfig(precision=self.precision, **self.engine.model_dump())

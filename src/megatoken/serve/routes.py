@@ -27,8 +27,9 @@ def health(server: Server, exchange: Exchange) -> None:
 
 
 def version(server: Server, exchange: Exchange) -> None:
-    """The version of megatoken."""
-    exchange.reply(200, json.dumps({"version": __version__}).encode())
+    """The version of megatoken, and what makes tokens up where no model computes: load tools record both."""
+    stand_in = server.options.stand_in
+    exchange.reply(200, json.dumps({"version": __version__ + (f"+{stand_in}" if stand_in else "")}).encode())
 
 
 async def metrics(server: Server, exchange: Exchange) -> None:

@@ -341,7 +341,9 @@ class _Supervisor:
         scheme = "https" if self._options.tls_certificate is not None else "http"
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
         seconds = time.monotonic() - self._began
-        self._log.note(f"serving {self._model} on {scheme}://{host}:{self._port()} (ready in {seconds:.1f} s)")
+        made_up = f"; tokens are made up: {stand_in}" if (stand_in := self._options.stand_in) else ""
+        at = f"{scheme}://{host}:{self._port()}"
+        self._log.note(f"serving {self._model} on {at} (ready in {seconds:.1f} s{made_up})")
 
     def _port(self) -> int:
         return int(self._listeners[0].getsockname()[1])

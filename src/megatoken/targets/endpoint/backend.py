@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import ChatRequest
 from megatoken.engine.checkpoint import read_config
-from megatoken.engine.config import REFERENCE, model_folder
+from megatoken.engine.config import REFERENCE, SHAPES, model_folder
 from megatoken.engine.request import Request
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError, UsageError, need_packages
@@ -180,7 +180,7 @@ class EndpointBackend:
         shape = None
         if config.model != REFERENCE or name == REFERENCE:
             with suppress(CheckpointError):  # of a kind that our own engine does not know
-                shape = read_config(model_folder(config.model))
+                shape = SHAPES.get(config.model) or read_config(model_folder(config.model))
             longest = self._listed.get("max_model_len")
             if shape is not None and isinstance(longest, int) and 1 < longest < shape.max_positions:
                 shape = replace(shape, max_positions=longest)
