@@ -149,6 +149,12 @@ def test_the_knee_the_limits_and_the_peak_of_a_known_curve() -> None:
     assert saturated([*points, made_point(256, 935, 0.27), made_point(512, 930, 0.55)])
 
 
+def test_a_load_with_failed_requests_is_no_peak() -> None:
+    points = [made_point(1, 10, 1), made_point(2, 15, 1), made_point(4, 30, 1, requests_failed=2)]
+    assert [found(points)[name] for name in ("peak", "peak_output_tokens_per_second")] == [2, 15]
+    assert found(points[2:])["peak"] == 4  # there is no other
+
+
 def test_a_load_that_overloads_is_not_within_the_limits() -> None:
     points = [made_point(1, 10, 1), made_point(2, 20, 1, overloaded=True)]
     assert found(points)["highest_within_limits"] == 1

@@ -241,7 +241,9 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kept, met = (
         [value for value, group in loads.items() if all(map(holds, group))] for holds in (keeps_limits, limits_met)
     )
-    peak = max(rates, key=lambda value: rates[value], default=None)
+    # What was reached while requests failed is no rate to plan with, unless some failed at every load.
+    sound = [value for value, group in loads.items() if not any(point.get("requests_failed") for point in group)]
+    peak = max(sound or rates, key=lambda value: rates[value], default=None)
     early = next((point["ended_by"] for point in points if point["ended_by"]), None)
     return {
         "knee": max(power, key=lambda value: power[value]) if len(power) > 2 and ordered else None,
