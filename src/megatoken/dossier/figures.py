@@ -38,6 +38,9 @@ class Cost:
     headline: bool = True
 
 
+CONTENTION = ("CORE_WAIT", "DRIVER_CORE_WAIT")  # notes of a run whose result other work has reduced
+
+
 def measured_by_run(run: Run) -> dict[str, Any]:
     """What a run measured, with its verdict."""
     result = run.result
@@ -57,6 +60,7 @@ def measured_by_run(run: Run) -> dict[str, Any]:
         "verdict": run.verdict,
         "label": None,
         "if_together": None,
+        "reduced_by": [one["message"] for one in result.get("notes") or () if one["code"] in CONTENTION],
         "remarks": [one["message"] for one in (*run.reasons, *run.doubts, *(result.get("notes") or ()))],
     }
 
@@ -72,7 +76,13 @@ def measured_by_audit(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What the audited artefacts show: nodes as one result where they are that, else each performance run."""
     systems = audit.get("systems") or []
     accelerator = systems[0].get("accelerator_model_name") if len(systems) == 1 else None
-    common: dict[str, Any] = {"accelerator": accelerator, "precision": None, "state": "unverified", "remarks": []}
+    common: dict[str, Any] = {
+        "accelerator": accelerator,
+        "precision": None,
+        "state": "unverified",
+        "reduced_by": [],
+        "remarks": [],
+    }
     together = audit.get("aggregate") or {}
     if (found := aggregate_in(together)) is not None:
         makespan = together.get("makespan") or {}

@@ -13,7 +13,7 @@ from megatoken.text import ABSENT, is_number, precise, rounded
 
 COMMON_KEYS = ("kind", "schema_version", "created_at", "title", "inputs", "notes")
 INPUT_KEYS = {"name", "value", "unit", "state", "source", "low", "high"}
-TONES = {"verified": "good", "measured": "good", "interrupted run": "bad", "invalid run": "bad"}
+TONES = {"verified": "good", "measured": "good", "given": "quiet", "interrupted run": "bad", "invalid run": "bad"}
 FOOTER = "Made by megatoken from the JSON document next to this page; megatoken report rebuilds the page from it."
 LEGIBLE_ROWS = 500
 WIDE = 6  # columns; a wider table moves values that all rows share into its note

@@ -70,7 +70,7 @@ _LINES = (("\u00a0", "", ""), ("\u00a0", "", ""))
 def _answers(document: Document) -> Table:
     """The five questions of a decision maker, each with a badge and a sentence."""
     rows = (
-        ("Does the claim hold?", *_holds(document)),
+        ("Does the claim hold?" if document.parts("claims") else "Is the number true?", *_holds(document)),
         ("What was measured?", *_what(document.parts("measured"))),
         ("Are my limits met?", *_met(document.parts("limits"))),
         ("What does it cost?", *_price(document.parts("costs"))),
@@ -96,14 +96,15 @@ def _holds(document: Document) -> tuple[Cell, Cell]:
         words.append(Words(f"and {more} more that {'does' if more == 1 else 'do'} not hold."))
     if claims and not wrong:
         words.append(Words("No claim is shown to be wrong."))
-    if not claims:
-        badges.append(Badge("no claim", "quiet"))
-        words.append(Words("No published claim was given; megatoken audit --claims checks them."))
     replayed = sum(int(count) for one in document.parts("replays") for count in one.part("counts").values.values())
     if replayed:
         broken = sum(int(one.part("counts").number("fail") or 0) for one in document.parts("replays"))
         done = f"{broken:,} fail" if broken > 1 else "1 fails" if broken else "none fails"
         words.append(Words(f"Own results, computed again from their raw data: of {replayed:,} checks {done}."))
+        if not claims and not broken:
+            badges.append(Badge("agrees with its raw data", "good"))
+    if not claims:
+        words.append(Words("No published claim was given; megatoken audit --claims checks them."))
     if fails:
         badges.append(Badge(count_of(len(fails), "failed check"), "bad"))
         titles = [f"“{one.text('title')}”" for one in fails]
@@ -114,6 +115,10 @@ def _holds(document: Document) -> tuple[Cell, Cell]:
 def _what(measured: Sequence[Document]) -> tuple[Cell, Cell]:
     badges = tuple(dict.fromkeys(badge for one in measured for badge in _state(one)))
     words = [Words(_measurement(one)) for one in measured[:MEASURED_NAMED]]
+    reduced = [Words(f"{reason}.") for one in measured[:MEASURED_NAMED] for reason in one.texts("reduced_by")]
+    if reduced:
+        badges += (Badge("reduced by other work", "warn"),)
+    words += reduced
     if len(measured) > MEASURED_NAMED:
         words.append(Words(f"and {len(measured) - MEASURED_NAMED:,} more"))
     return badges, tuple(words)
@@ -150,11 +155,9 @@ def _met(limits: Sequence[Document]) -> tuple[Cell, Cell]:
     if fallen := fallen_runs(limits):
         worst = Answer.DOES_NOT_STAND
         words.append(Words(fallen))
-    for answer in (Answer.NOT_MET, Answer.CANNOT_TELL):
+    for answer in (Answer.NOT_MET, Answer.CANNOT_TELL, Answer.MET):
         if named := [_limit(one) for _, one in every if one.text("answer") == answer]:
             words.append(Words(f"{answer}: {some([*dict.fromkeys(named)], 3)}."))
-    met = sum(one.text("answer") == Answer.MET for _, one in every)
-    words.append(Words(f"{met} of {count_of(len(every), 'limit')} met."))
     return answer_badge(str(worst)), tuple(words)
 
 
@@ -200,7 +203,8 @@ def _unknown(opened: Sequence[Document]) -> tuple[Cell, Cell]:
     for kind in ("claim", "check"):
         if names := [f"“{one.text('question')}”" for one in opened if one.text("kind") == kind]:
             words.append(Words(f"No answer to the {KINDS[kind][len(names) > 1]} {some([*dict.fromkeys(names)])}."))
-    return Badge(f"{len(opened)} open", "warn"), tuple(words)
+    others = len(opened) - counts["form"]
+    return Badge(f"{others} open" if others else "checklist open", "warn"), tuple(words)
 
 
 def _measured(measured: Sequence[Document]) -> Table:
