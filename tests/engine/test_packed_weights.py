@@ -11,10 +11,10 @@ from engines import make_engine
 
 from megatoken.engine import EngineConfig, device
 from megatoken.engine.checkpoint import RandomWeights, open_model
-from megatoken.engine.config import SHAPES
+from megatoken.engine.config import PACKED_TOKENS, SHAPES
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import find_gpu
-from megatoken.engine.memory import PACKED_TOKENS, MemoryPlan, plan_memory_of
+from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.ops import packed_product
 from megatoken.engine.quantized_layouts import Groups
 from megatoken.engine.schemes import FP8, FP8_PACKED, find_scheme, scheme_of

@@ -214,6 +214,8 @@ FAIR_SLOWDOWN = 1.15
 """How many times as long prompts of other groups may make a step while a group asks for less than its share."""
 RECORD_SECONDS = 20.0
 """Most time for recording steps before the first request, where its latency counts."""
+PACKED_TOKENS = 64
+"""Most tokens whose products read packed weights on a GPU; for more, each weight is expanded to e4m3 first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatoken.engine.config import ModelConfig, sharded
+from megatoken.engine.config import PACKED_TOKENS, ModelConfig, sharded
 from megatoken.engine.gpus import Gpu
 from megatoken.engine.memory import (
     GATHERED_HEAD_SIZES,
-    PACKED_TOKENS,
     gathers_contexts,
     most_recorded_tokens,
     records_step,

@@ -40,8 +40,6 @@ GPU_COLLECTIVES_BYTES = 2_000_000_000
 """Memory of each GPU of a group, which NCCL takes at the first sum; without it 405B on four H200 ran out of memory. The
 memory that ranks share replaces tensors of a step."""
 EXPERT_SCALE_BYTES = 4
-PACKED_TOKENS = 64
-"""Most tokens whose products read packed weights on a GPU; for more, each weight is expanded to e4m3 first."""
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 LARGE_WEIGHTS_TOKENS_ON_CPU = 1024  # large weights are read from memory in every step, so fewer steps read less

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from megatoken.engine.memory import PACKED_TOKENS
+from megatoken.engine.config import PACKED_TOKENS
 from megatoken.engine.ops import fused
 from megatoken.engine.ops.cuda_linear import InputScale, Linear
 from megatoken.engine.ops.gated_product import FEWEST_TOKENS, ORDER, gated_product, interleaved, obstacle
