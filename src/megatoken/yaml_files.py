@@ -177,6 +177,8 @@ def demand(error: ErrorDetails, key: str = "") -> str:
     requirement, found = _requirement(error), _UNIT.search(key)
     unit = "samples per second" if key == "rate" else found and found[1].replace("_", " ")
     if unit and error["type"] in _OF_NUMBERS:
+        if requirement.endswith(" 1"):
+            unit = re.sub(r"^(\w+)s\b", r"\1", unit)
         requirement += f"{' of' * requirement.endswith('number')} {unit}"
     return requirement + _got(error)
 

@@ -51,5 +51,5 @@ def test_a_saturated_client_says_how_many_processes_and_hosts_the_load_takes() -
     assert (found["processes_needed"], found["hosts_needed"]) == (20, 5)
     assert "share the load between 5 hosts" in found["message"]
     [late] = saturated_client(facts | {"client": client | {"busy_share": 0.2, "late_share": 0.06}}, samples, None)
-    assert "6 % of the looks" in late["message"]
+    assert "6.0 % of the looks" in late["message"]
     assert saturated_client(facts | {"client": client | {"busy_share": 0.2}}, samples, None) == []
