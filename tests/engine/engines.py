@@ -54,6 +54,26 @@ def answer_and_logits(
     return completion.token_ids, torch.stack(rows)[:tokens]
 
 
+def run_next_to(
+    engine: Engine, flood: Iterable[Request], light: Iterable[Request]
+) -> tuple[dict[int, Request], list[TokenEvent], int]:
+    """All ``flood`` requests at once and, after eight steps, the ``light`` ones one after the other.
+
+    Returns:
+        The requests by id, the events so far, and in how many steps fewer than half of the running requests decoded.
+    """
+    asked = {engine.submit(one): one for one in flood}
+    events = [event for _ in range(8) for event in engine.step()]
+    rested_steps = 0
+    for one in light:
+        asked[last := engine.submit(one)] = one
+        while last in engine._active:
+            before = engine.state()
+            events += engine.step()
+            rested_steps += engine.state().decoded_tokens - before.decoded_tokens < before.running // 2
+    return asked, events, rested_steps
+
+
 def drain(engine: Engine) -> list[TokenEvent]:
     events = []
     while engine.busy:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from engines import answer_alone, answers, assert_idle, drain, make_engine, request
+from engines import answer_alone, answers, assert_idle, drain, make_engine, request, run_next_to
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -120,15 +120,7 @@ def test_answers_of_a_group_that_rests_are_the_same(directory: Path, overlap: bo
     engine = make_engine(directory, overlap=overlap, max_batched_tokens=16, max_sequences=8, cache_tokens=600)
     flood = [request(kind, tokens=20, prompt_tokens=12, group="flood") for kind in range(24)]
     light = [request(kind, tokens=6, prompt_tokens=4, group="light") for kind in range(20)]
-    asked = {engine.submit(one): one for one in flood}
-    events = [event for _ in range(8) for event in engine.step()]
-    rested_steps = 0
-    for one in light:
-        asked[last := engine.submit(one)] = one
-        while last in engine._active:
-            state = engine.state()
-            events += engine.step()
-            rested_steps += engine.state().decoded_tokens - state.decoded_tokens < state.running // 2
+    asked, events, rested_steps = run_next_to(engine, flood, light)
     found = answers([*events, *drain(engine)])
     assert rested_steps > 5
     for request_id, one in asked.items():

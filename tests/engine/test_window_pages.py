@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import MIXTURES, is_greedy, make_checkpoint
-from engines import SIZES, answers, assert_idle, drain, make_engine, request
+from engines import SIZES, answers, assert_idle, drain, make_engine, request, run_next_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_admission import expect_short_answers
@@ -200,15 +200,7 @@ def test_a_flood_that_rests_and_is_preempted_finds_its_beginnings(
     begin = request(7, prompt_tokens=32).prompt
     flood = [request_after(begin, kind, 20, 14 + kind % 3, "flood") for kind in range(16)]
     light = [request_after(begin, kind, 6, 1 + kind % 4, "light") for kind in range(16, 28)]
-    asked = {engine.submit(one): one for one in flood}
-    events = [event for _ in range(8) for event in engine.step()]
-    rested_steps = 0
-    for one in light:
-        asked[last := engine.submit(one)] = one
-        while last in engine._active:
-            before = engine.state()
-            events += engine.step()
-            rested_steps += engine.state().decoded_tokens - before.decoded_tokens < before.running // 2
+    asked, events, rested_steps = run_next_to(engine, flood, light)
     found = answers([*events, *drain(engine)])
     state = engine.state()
     assert rested_steps > 5 and state.preemptions > 0 and state.prefix_cache_hits > 0

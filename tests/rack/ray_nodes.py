@@ -1,8 +1,8 @@
 """A Ray cluster for the tests: the nodes alpha, which is the head and has the drivers, and beta, of one core each.
 
 ``BETA_PYTHONPATH`` of the environment is where the Python processes of beta look for modules first. Prints the head's
-address and runs until standard input ends. In a process of its own: Ray keeps threads and handlers in whoever starts
-it, and all must end when the tests do.
+address and runs until standard input ends. It is a separate process because Ray keeps threads and signal handlers in
+the one that starts it, and all must end when the tests do.
 """
 
 from __future__ import annotations

@@ -115,8 +115,10 @@ def test_a_run_on_two_hosts_names_them_and_no_key(
     scheduled, sent, first = (column.to_numpy() for column in times.columns)
     assert (scheduled <= sent).all() and (sent < first).all() and first.max() < 60
     assert sum(f"Authorization: Bearer {KEY}".encode() in head for head in server.heads) >= 60
-    told = [file for file in [*tmp_path.rglob("*"), *ahead.folder.rglob("*")] if file.is_file() and file.name != "key"]
-    assert not [file for file in told if KEY.encode() in file.read_bytes()] and KEY not in output + messages
+    written = [
+        file for file in [*tmp_path.rglob("*"), *ahead.folder.rglob("*")] if file.is_file() and file.name != "key"
+    ]
+    assert not [file for file in written if KEY.encode() in file.read_bytes()] and KEY not in output + messages
 
 
 @pytest.mark.parametrize(("ending", "cause"), [(signal.SIGKILL, "connection"), (signal.SIGSTOP, "silent for 8 s")])

@@ -17,11 +17,9 @@ from megatoken.engine.memory import MemoryPlan, check_sizes, plan_memory_of
 from megatoken.engine.ops import Ops
 from megatoken.engine.ops.cpu_packed import saved_bytes
 from megatoken.engine.quantized_checkpoint import QuantizedTensors
-from megatoken.engine.quantized_layouts import Groups
+from megatoken.engine.quantized_layouts import Groups, stacked_with
 from megatoken.engine.schemes import FP8, FP8_PACKED, LinearScheme, scheme_of, unknown_precision
 from megatoken.errors import CapacityError, ConfigError, how_to_install
-
-_STACKS = ((".q", ".k", ".v"), (".gate", ".up"))  # projections that are one product
 
 # Loading leaves holes between tensors of different sizes, 3.5 GB in a 70B model; expandable segments leave none.
 # PyTorch reads this when it first allocates.
@@ -176,10 +174,7 @@ def _packed_saves(model: ModelConfig, groups: Mapping[str, Groups]) -> int:
     }
     saved = 0.0
     for name, (rows, columns) in shapes.items():
-        module = name.removesuffix("_proj.weight")
-        stack = next((one for one in _STACKS if module.endswith(one)), (module,))
-        prefix = module.removesuffix(next((one for one in stack if module.endswith(one)), module))
-        whole = [f"{prefix}{one}_proj.weight" for one in stack]
+        whole = stacked_with(name, ("q", "k", "v"), ("gate", "up"))
         packed = all(one in fitting and fitting[one] == fitting.get(name) for one in whole)
         taken = 0.5 + 1 / fitting[name].columns if packed else FP8.weight_bytes
         saved += rows * columns * (FP8_PACKED.weight_bytes - taken)

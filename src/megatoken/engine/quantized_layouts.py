@@ -44,6 +44,13 @@ class Groups(NamedTuple):
     kind: str = "int4"  # of the codes, as ``Packed4.kind``
 
 
+def stacked_with(name: str, *stacks: tuple[str, ...]) -> list[str]:
+    """The weights of the linear that ``name`` becomes a part of; alone, or one of projections such as ``q, k, v``."""
+    module, _, projection = name.removesuffix("_proj.weight").rpartition(".")
+    own = next((stack for stack in stacks if projection in stack), None)
+    return [name] if own is None else [f"{module}.{one}_proj.weight" for one in own]
+
+
 @dataclass(frozen=True, slots=True)
 class Expected:
     """The shapes and dtypes of a tensor that ``source`` allows."""

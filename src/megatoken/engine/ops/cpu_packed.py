@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.ops import native
 from megatoken.engine.ops.native import PackedWeight
-from megatoken.engine.quantized_layouts import Groups
+from megatoken.engine.quantized_layouts import Groups, stacked_with
 from megatoken.engine.schemes.packed4 import Packed4
 
 MOST_TOKENS = 16
@@ -57,9 +57,7 @@ def saved_bytes(model: ModelConfig, groups: Mapping[str, Groups], item: int) -> 
     }
     saved = 0
     for name, (rows, columns) in fitting.items():
-        attention, _, _ = name.rpartition(".self_attn.")
-        merged = [f"{attention}.self_attn.{one}_proj.weight" for one in "qkv"]
-        if name in merged and any(one not in fitting or groups[one] != groups[name] for one in merged):
+        if any(one not in fitting or groups[one] != groups[name] for one in stacked_with(name, ("q", "k", "v"))):
             continue
         padded, (group, zeros, _) = columns + -columns % CHUNK, groups[name]
         saved += rows * (columns * item - padded // 2 - 4 * (1 + zeros) * padded // group)

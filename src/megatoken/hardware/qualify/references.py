@@ -34,7 +34,6 @@ class Earlier:
 
     median: float
     spread: float
-    title: str = ""  # with precision and sizes
 
 
 @cache
@@ -71,8 +70,10 @@ def read_document(path: Path, flag: str) -> Mapping[str, Any]:
     return document
 
 
-def read_baseline(path: Path, device: str) -> dict[tuple[str, str], Earlier]:
-    """The values of an earlier ``qualify.json`` of the same device, by name and unit.
+def read_baseline(path: Path, device: str) -> dict[tuple[str, str, str], Earlier]:
+    """The values of an earlier ``qualify.json`` of the same device, by name, title and unit.
+
+    A title has precision and sizes, so that a value is compared with the same measurement only.
 
     Raises:
         UsageError: it cannot be read, is another document, or is about another device.
@@ -81,8 +82,8 @@ def read_baseline(path: Path, device: str) -> dict[tuple[str, str], Earlier]:
     if (other := document.get("device")) != device:
         raise UsageError(f"--baseline {path}: is about {other}, this is {device}; give one of this machine")
     return {
-        (str(value.get("name")), str(value.get("unit"))): Earlier(
-            value["median"], value["spread"], str(value.get("title"))
+        (str(value.get("name")), str(value.get("title")), str(value.get("unit"))): Earlier(
+            value["median"], value["spread"]
         )
         for test in mappings(document.get("tests"))
         for value in mappings(test.get("values"))

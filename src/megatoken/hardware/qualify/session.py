@@ -47,7 +47,11 @@ def qualify(
     capped = power_cap(machine, part, device)
     earlier = {} if baseline is None else read_baseline(baseline, part)
     if suffix:
-        earlier = {(name[: -len(suffix)], unit): one for (name, unit), one in earlier.items() if name.endswith(suffix)}
+        earlier = {
+            (name[: -len(suffix)], title, unit): one
+            for (name, title, unit), one in earlier.items()
+            if name.endswith(suffix)
+        }
     began = time.monotonic()
     measured: dict[str, float] = {}
     document: dict[str, Any] = new_document(
@@ -128,7 +132,7 @@ def _driver_names() -> list[str]:
 
 
 def test_entry(
-    test: HardwareTest, runs: Sequence[Ended], part: str, earlier: dict[tuple[str, str], Earlier]
+    test: HardwareTest, runs: Sequence[Ended], part: str, earlier: dict[tuple[str, str, str], Earlier]
 ) -> dict[str, Any]:
     """A test in the document: the values of all its runs with their verdicts; ``part`` finds published values."""
     values = [_value_entry(one, part, earlier) for one in merged(runs)]
@@ -171,16 +175,15 @@ def _verdict_of(values: list[dict[str, Any]]) -> Verdict:
     return worst([verdict for verdict in verdicts if verdict is not Verdict.NOT_RUN] or verdicts)
 
 
-def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str], Earlier]) -> dict[str, Any]:
+def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str, str], Earlier]) -> dict[str, Any]:
     outcome = one.outcome
     entry: dict[str, Any] = {"name": outcome.name, "title": outcome.title}
     if not isinstance(outcome, Value):
         not_run = judge(outcome, None, None, noisy=False)
         return entry | {"verdict": not_run.verdict, "reason": not_run.reason}
     noisy = is_noisy(outcome, one.core_wait_share)
-    published, before = band(part, outcome.name, outcome.unit), earlier.get((outcome.name, outcome.unit))
-    if before is not None and before.title != outcome.title:
-        before = None  # another precision or size
+    published = band(part, outcome.name, outcome.unit)
+    before = earlier.get((outcome.name, outcome.title, outcome.unit))
     judged = judge(outcome, published, before, noisy=noisy)
     bound = outcome.bound
     return entry | {
