@@ -1,6 +1,6 @@
 """Requests through client processes of two hosts: how late each token's time is against the server's own record.
 
-``python host_times.py CLUSTER`` prints it as JSON. It is a separate process because Ray keeps threads in one that uses it.
+``python host_times.py CLUSTER`` prints it as JSON. Ray keeps threads in a process that uses it.
 The server is in this process, so that its clock is the driver's.
 """
 
