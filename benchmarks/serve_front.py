@@ -1,7 +1,8 @@
 """Measures the front end of ``megatoken serve`` alone, with the mock engine: frames/s, added TTFT and ITL, scaling.
 
     python benchmarks/serve_front.py                      # one HTTP process: most frames/s, latencies at half of it
-    python benchmarks/serve_front.py --http-processes 1 8 --replicas 4 --clients 3 --pin --read-seconds 0.1    # scaling
+    python benchmarks/serve_front.py --http-processes 1 8 --streams 4096 --replicas 4 --clients 3 --pin \\
+        --read-seconds 0.1                                # scaling
 
 The load comes from separate client processes, which only count frames and take times. The mock engine sends the first
 token of a request at once and the others at a set pace, so every time to first token is added by the front end, and so
@@ -12,7 +13,8 @@ random moments while the streams run. A client that reads at once takes as long 
 Frames/s: the highest offered rate of those tried at which 98 % of the frames arrive in time. The CPU time per frame is
 less sensitive to other work on the machine: of the HTTP processes, and of the one process in front of them, which is
 the mock engine's, or with --replicas the router, with the mock engines in processes behind it. What one core does,
-divided by it, is the most that this process can pass on.
+divided by it, is the most that this process can pass on. What the system takes for one bare `send` of a frame is
+measured too: a server that writes each stream's frame to its own connection cannot take less.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import psutil
 
 from own_server import OwnServer, own_server, percentiles, save
 
-WARM_UP_SECONDS = 1.5
+WARM_UP_SECONDS = 1.5  # of 1,024 streams
 IN_TIME_SHARE = 0.98
 FRAME = b"data: "
 MOST_TOKENS = 2000  # what the reference model's context leaves
@@ -119,13 +121,14 @@ def client(port: int, model: str, streams: int, tokens: int, options: argparse.N
                 if measuring:
                     frames += found
 
-    spacing = WARM_UP_SECONDS / streams
+    warm_up_seconds = warm_up(options.streams)
+    spacing = warm_up_seconds / streams
     began = time.perf_counter()
     sockets = []
     for number in range(streams):
         read_all(began + number * spacing, measuring=False)
         sockets.append(send(number, tokens))
-    read_all(time.perf_counter() + WARM_UP_SECONDS, measuring=False)
+    read_all(time.perf_counter() + warm_up_seconds, measuring=False)
     results.put("measuring")
     start = time.perf_counter()
     moments = start + np.cumsum(np.random.default_rng(os.getpid()).exponential(SHORT_SECONDS, 10_000))
@@ -153,7 +156,9 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
         if options.pin:
             pin([*http, *front] if options.replicas else http, options.cores)
         results: Any = multiprocessing.Queue()
-        tokens = min(MOST_TOKENS, int((options.seconds + 3 * WARM_UP_SECONDS + 10) * rate / streams))
+        tokens = min(MOST_TOKENS, int((options.seconds + 3 * warm_up(streams) + 10) * rate / streams))
+        if tokens < (options.seconds + 2 * warm_up(streams) + 0.5) * rate / streams:
+            sys.exit(f"streams of {tokens} tokens end before the measurement at {rate:.0f} frames/s; more --streams")
         share = [streams // clients + (at < streams % clients) for at in range(clients)]
         load = [
             multiprocessing.Process(target=client, args=(server.port, server.model, one, tokens, options, results))
@@ -186,6 +191,31 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
         added_itl_seconds=percentiles(gaps),
         failed_streams=sum(part[3] for part in parts),
     )
+
+
+def warm_up(streams: int) -> float:
+    """Seconds in which so many streams are opened, and that they then run before they are measured."""
+    return WARM_UP_SECONDS * max(1.0, streams / 1024)
+
+
+def send_microseconds(frame_bytes: int = 230, connections: int = 64, rounds: int = 200) -> float:
+    """What one `send` of a frame over loopback takes, with TCP_NODELAY; median of the rounds."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=connections)
+    senders = [socket.create_connection(listener.getsockname()) for _ in range(connections)]
+    receivers = [listener.accept()[0] for _ in senders]
+    for sender in senders:
+        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    frame, taken = bytes(frame_bytes), []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for sender in senders:
+            sender.send(frame)
+        taken.append((time.perf_counter() - began) / connections * 1e6)
+        for receiver in receivers:
+            receiver.recv(1 << 16)
+    for one in (*senders, *receivers, listener):
+        one.close()
+    return round(float(np.median(taken)), 2)
 
 
 def children(server: OwnServer, module: str) -> list[psutil.Process]:
@@ -253,10 +283,12 @@ def main() -> None:
     options = parser.parse_args()
     options.cores = sorted(os.sched_getaffinity(0))  # before a measurement pins this process
     results = []
+    sending = send_microseconds()
+    print(f"a bare send of a frame takes {sending} us")
     for measured in measure_all(options):
         results.append(asdict(measured))
         print(json.dumps(results[-1]), flush=True)
-        save({"measurements": results}, options.out)
+        save({"send_microseconds": sending, "measurements": results}, options.out)
 
 
 if __name__ == "__main__":
