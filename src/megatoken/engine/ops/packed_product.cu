@@ -83,17 +83,20 @@ __device__ __forceinline__ void wait_for_all_but() {
 
 // Codes ----------------------------------------------------------------------------------------------------------------
 
-// A word has four inputs of two outputs: bits 4 to 7, 20 to 23, 12 to 15, 28 to 31 of the first, and those 4 lower of the
-// second. Shifted so that sign and magnitude lie where fp16 has its sign, lowest exponent bits and highest fraction bit,
-// a code is its value times 2^-14, that of 0.5 too, which is subnormal.
-__device__ __forceinline__ u32 signs(u32 word) { return word & 0x80008000; }
-__device__ __forceinline__ u32 magnitudes(u32 word) { return word & 0x0E000E00; }
+// A word has four inputs of two outputs: the first in bytes 0, 2, 1, 3. Of a byte bit 7 is the sign of the first output's
+// code and bits 1 to 3 its magnitude, bit 0 is the sign of the second's and bits 4 to 6 its magnitude: so the first's lie
+// as fp16 has its sign, lowest exponent bits and highest fraction bit, and one mask decodes two. A code is then its value
+// times 2^-14, that of 0.5 too, which is subnormal.
+__device__ __forceinline__ u32 first_output(u32 word) { return word & 0x8E008E00; }
+__device__ __forceinline__ u32 second_output(u32 magnitudes, u32 signs) {
+  return (magnitudes & 0x0E000E00) | (signs & 0x80008000);
+}
 
 __device__ __forceinline__ void decode(u32 word, u32 (&halves)[4]) {
-  halves[0] = signs(word << 8) | magnitudes(word << 5);
-  halves[1] = signs(word << 12) | magnitudes(word << 9);
-  halves[2] = signs(word) | magnitudes(word >> 3);
-  halves[3] = signs(word << 4) | magnitudes(word << 1);
+  halves[0] = first_output(word << 8);
+  halves[1] = second_output(word << 5, word << 15);
+  halves[2] = first_output(word);
+  halves[3] = second_output(word >> 3, word << 7);
 }
 
 // The scales of both outputs as halves: of 16 inputs e4m3, of 32 the high byte of fp16.
@@ -246,9 +249,9 @@ __device__ __forceinline__ void scaled_magnitudes(float scale, float ratio, u32 
   }
 }
 
-// Four inputs of the first output of a word; of the second, if the word is shifted left by 4.
-__device__ __forceinline__ u32 look_up(u32 word, const u32 (&table)[2]) {
-  const u32 codes = word >> 4 & 0x07070707, sign = word & 0x80808080;
+// Four inputs of an output of a word, given with its magnitudes in the low bits of each byte and its signs in the highest.
+__device__ __forceinline__ u32 look_up(u32 magnitudes, u32 signs, const u32 (&table)[2]) {
+  const u32 codes = magnitudes & 0x07070707, sign = signs & 0x80808080;
   return permute_bytes(table[0], table[1], codes | codes >> 12) ^ permute_bytes(sign, sign, 0x3120);
 }
 
@@ -281,7 +284,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         u32 table[2], bytes[4];
         scaled_magnitudes(low_half(both >> 16 * half) * firsts[half], seconds[half], table);
 #pragma unroll
-        for (int part = 0; part < 4; part++) bytes[part] = look_up(words(loaded[i])[part] << 4 * half, table);
+        for (int part = 0; part < 4; part++) {
+          const u32 word = words(loaded[i])[part];
+          bytes[part] = half ? look_up(word >> 4, word << 7, table) : look_up(word >> 1, word, table);
+        }
         if (tile < tiles)
           *(uint4*)(to + (long long)half * 8 * depth + tile * DEPTH) = make_uint4(bytes[0], bytes[1], bytes[2], bytes[3]);
       }

@@ -173,13 +173,23 @@ def _tiled_codes(codes_NK: Tensor) -> Tensor:
     rows, tiles = codes_NK.shape[0] // OUTPUTS, codes_NK.shape[1] // DEPTH
     # Half of a tile and output in it; tile, lane, word, pair of inputs in the word, input of the pair.
     parts = codes_NK.view(rows, 2, 8, tiles, 4, 4, 2, 2).permute(0, 3, 2, 4, 5, 7, 6, 1).flip(7)
-    return pack(parts.reshape(-1, 8)).view(rows, tiles, 8, 4, 4, 4)
+    return _interleaved(pack(parts.reshape(-1, 8)).view(rows, tiles, 8, 4, 4, 4))
 
 
 def _untiled_codes(codes: Tensor) -> Tensor:
     """The inverse."""
-    parts = unpack(codes.view(-1, 4), 8).view(*codes.shape[:5], 2, 2, 2).flip(7)
+    parts = unpack(_divided(codes).view(-1, 4), 8).view(*codes.shape[:5], 2, 2, 2).flip(7)
     return parts.permute(0, 7, 2, 1, 3, 4, 6, 5).reshape(len(codes) * OUTPUTS, codes.shape[1] * DEPTH)
+
+
+def _interleaved(bytes_: Tensor) -> Tensor:
+    """Of two codes in each byte: the first's sign and magnitude where one mask of the kernel takes both."""
+    return bytes_ & 0x80 | bytes_ >> 3 & 0x0E | (bytes_ & 0x07) << 4 | bytes_ >> 3 & 0x01
+
+
+def _divided(bytes_: Tensor) -> Tensor:
+    """The inverse."""
+    return bytes_ & 0x80 | (bytes_ & 0x0E) << 3 | bytes_ >> 4 & 0x07 | (bytes_ & 0x01) << 3
 
 
 def _tiled_scales(bytes_NG: Tensor, tiles: int) -> Tensor:
