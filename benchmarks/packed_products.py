@@ -33,7 +33,9 @@ ROWS = (1, 4, 8, 16, 32, 64)
 DISTINCT_BYTES = 2**29
 CANDIDATES = (
     *LAUNCHES,
-    *(Launch(1, 1, 8, 4), Launch(1, 1, 8, 3), Launch(1, 2, 8, 3), Launch(1, 2, 4, 6), Launch(1, 4, 8, 3)),
+    *(Launch(1, 1, 8, 4), Launch(1, 1, 16, 4), Launch(1, 2, 8, 3), Launch(1, 2, 4, 6), Launch(1, 2, 16, 4)),
+    *(Launch(1, 4, 8, 3), Launch(1, 4, 4, 4), Launch(1, 4, 16, 3), Launch(1, 4, 16, 4), Launch(1, 5, 16, 3)),
+    *(Launch(1, 7, 4, 3), Launch(1, 7, 8, 2)),
     *(Launch(2, 1, 8, 4), Launch(2, 2, 4, 4), Launch(2, 4, 8, 3)),
     *(Launch(4, 2, 4, 4), Launch(4, 4, 8, 2)),
     *(Launch(8, 1, 8, 2), Launch(8, 2, 8, 2), Launch(8, 4, 4, 2)),
@@ -74,7 +76,9 @@ def products(weights: list[PackedTiles], rows: int) -> dict[str, float]:
         return graph_microseconds(lambda number: weights[number].product(x, scale, None, config=launch), len(weights))
 
     tokens = min(launch.token_tiles for launch in CANDIDATES if 8 * launch.token_tiles >= rows)
-    return {name(launch): time(launch) for launch in CANDIDATES if launch.token_tiles == tokens}
+    output_tiles = len(weights[0].codes)
+    candidates = [one for one in CANDIDATES if one.token_tiles == tokens and one.of(output_tiles) == one]
+    return {name(launch): time(launch) for launch in candidates}
 
 
 def fp8_products(outputs: int, depth: int, rows: int) -> float:
@@ -102,7 +106,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         figures.append({"linear": product.name, "rows": None, "microseconds": times})
         rate = (size + outputs * depth) / min(times.values()) / 1e3
         print(f"  expansion  {show(times)}; best {rate:.0f} GB/s")
-        for rows in ROWS:
+        for rows in options.rows:
             times, in_fp8 = products(weights, rows), fp8_products(outputs, depth, rows)
             figures.append({"linear": product.name, "rows": rows, "microseconds": times, "fp8_microseconds": in_fp8})
             print(
@@ -123,6 +127,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama2-70b")
     parser.add_argument("--group", type=int, choices=[16, 32], default=16, help="16: NVFP4 (default); 32: MXFP4")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=ROWS, help=f"tokens (default: {' '.join(map(str, ROWS))})"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args()
     try:
@@ -136,7 +143,7 @@ def main() -> int:
         return int(error.exit_code)
     fields = {"shape": options.shape, "group": options.group, "copy_gigabytes_per_second": copy_rate}
     layers = SHAPES[options.shape].layers
-    for rows in (None, *ROWS):
+    for rows in (None, *options.rows):
         one = sum(min(figure["microseconds"].values()) for figure in figures if figure["rows"] == rows)
         print(f"{'expansion' if rows is None else f'{rows} rows'}: {layers} layers {layers * one / 1e3:.2f} ms")
     write_report(options.out, report("packed_products.py", {**fields, "linears": figures}))

@@ -25,6 +25,10 @@ struct uint4 {
   unsigned int x, y, z, w;
 };
 inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
+struct float2 {
+  float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int min(int one, int other) { return one < other ? one : other; }
 
 static Index threadIdx, blockIdx;
@@ -177,7 +181,6 @@ static void begin(Copy copy) {
 }
 
 inline void copy_weights(void* to, const void* from) { begin({to, from, 16, true}); }
-inline void copy_scales(void* to, const void* from) { begin({to, from, 4, true}); }
 inline void copy_inputs(void* to, const void* from, bool exists) { begin({to, from, 16, exists}); }
 
 inline void close_group() {

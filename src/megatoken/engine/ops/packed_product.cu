@@ -8,6 +8,7 @@
 // program, TOKEN_TILES of 8 tokens and AHEAD (tiles that a warp has on their way) are given by packed_product.py.
 #define DEPTH 64                   // inputs of a tile
 #define SCALES (8 * DEPTH / GROUP) // of a tile, each for two outputs
+#define SCALE_COPIES (SCALES / 8)  // of 16 bytes, of a tile
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -59,10 +60,6 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32
 // of the nearest cache.
 __device__ __forceinline__ void copy_weights(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void copy_scales(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
 // Zeros, if there is no such token.
@@ -163,22 +160,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   extern __shared__ uint4 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = depth / DEPTH;
   const int first_token = blockIdx.y * TOKEN_TILES * 8, own_token = first_token + lane / 4;
+  const int first_row = blockIdx.x * OUTPUT_TILES * 16;
   const long long first_tile = (long long)blockIdx.x * OUTPUT_TILES * tiles + warp;
   codes += first_tile * 32 + lane;
-  scales += first_tile * SCALES + 2 * lane;
+  scales += (first_tile + (long long)(lane / SCALE_COPIES) * tiles) * SCALES + lane % SCALE_COPIES * 8;
   const unsigned char* x_start = x;
   x += (long long)own_token * depth + warp * DEPTH + lane % 4 * 16;
-  Piece* ring = (Piece*)shared + warp * AHEAD;
+  float2* finishing = (float2*)shared;  // [OUTPUT_TILES * 16]: factor and bias of each output
+  Piece* pieces_of_all = (Piece*)(finishing + OUTPUT_TILES * 16);
+  Piece* ring = pieces_of_all + warp * AHEAD;
   const int pieces = (tiles - warp + WARPS - 1) / WARPS;
   int copied = 0;
 
   auto copy_next = [&](Piece& piece) {
     if (copied < pieces) {
 #pragma unroll
-      for (int output = 0; output < OUTPUT_TILES; output++) {
+      for (int output = 0; output < OUTPUT_TILES; output++)
         copy_weights(&piece.codes[output][lane], codes + output * tiles * 32);
-        if (lane < SCALES / 2) copy_scales(&piece.scales[output][2 * lane], scales + output * tiles * SCALES);
-      }
+      if (lane < OUTPUT_TILES * SCALE_COPIES) copy_weights(&piece.scales[0][8 * lane], scales);
 #pragma unroll
       for (int token = 0; token < TOKEN_TILES; token++) {
         const bool exists = own_token + token * 8 < tokens;
@@ -195,6 +194,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   float sum[OUTPUT_TILES][TOKEN_TILES][4] = {};
 #pragma unroll
   for (int i = 0; i < AHEAD - 1; i++) copy_next(ring[i]);
+  for (int output = threadIdx.x; output < OUTPUT_TILES * 16; output += 32 * WARPS) {  // while the first are on their way
+    const int row = first_row + output;
+    finishing[output] = make_float2(factors[row] * *x_scale, bias ? __uint_as_float((u32)bias[row] << 16) : 0.0f);
+  }
   for (int first = 0; first < pieces; first += AHEAD) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
@@ -206,27 +209,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
   }
 
-  float* sums = (float*)shared;  // [WARPS][TOKEN_TILES * 8 * 16]
-  const int places = TOKEN_TILES * 8 * 16;
+  const int places = TOKEN_TILES * 8 * OUTPUT_TILES * 16;  // token by token
+  float* sums = (float*)pieces_of_all;                     // [WARPS][places]
+  __syncthreads();
 #pragma unroll
-  for (int output = 0; output < OUTPUT_TILES; output++) {
-    __syncthreads();
+  for (int output = 0; output < OUTPUT_TILES; output++)
 #pragma unroll
     for (int token = 0; token < TOKEN_TILES; token++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        sums[warp * places + (token * 8 + lane % 4 * 2 + i % 2) * 16 + lane / 4 + i / 2 * 8] = sum[output][token][i];
-    __syncthreads();
-    for (int place = threadIdx.x; place < places; place += 32 * WARPS) {
-      const int token = first_token + place / 16, row = (blockIdx.x * OUTPUT_TILES + output) * 16 + place % 16;
-      if (token >= tokens) continue;
-      float all = sums[place];
+      for (int i = 0; i < 4; i++) {
+        const int own_place = (token * 8 + lane % 4 * 2 + i % 2) * OUTPUT_TILES * 16 + output * 16 + lane / 4 + i / 2 * 8;
+        sums[warp * places + own_place] = sum[output][token][i];
+      }
+  __syncthreads();
+  for (int place = threadIdx.x; place < places; place += 32 * WARPS) {
+    const int token = first_token + place / (OUTPUT_TILES * 16), output = place % (OUTPUT_TILES * 16);
+    if (token >= tokens) break;
+    float all = sums[place];
 #pragma unroll
-      for (int other = 1; other < WARPS; other++) all += sums[other * places + place];
-      all *= factors[row] * *x_scale;
-      if (bias) all += __uint_as_float((u32)bias[row] << 16);
-      out[(long long)token * outputs + row] = bf16(all);
-    }
+    for (int other = 1; other < WARPS; other++) all += sums[other * places + place];
+    all = all * finishing[output].x + finishing[output].y;
+    out[(long long)token * outputs + first_row + output] = bf16(all);
   }
 }
 

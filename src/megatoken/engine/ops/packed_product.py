@@ -47,9 +47,10 @@ class Launch(NamedTuple):
         return self if output_tiles % self.output_tiles == 0 else self._replace(output_tiles=1)
 
     def shared_bytes(self, group: int) -> int:
-        """Of a program: the ring of pieces of each warp, or their sums."""
+        """Of a program: what finishes its outputs; the ring of pieces of each warp, or their sums."""
         piece = 512 * (self.token_tiles + self.output_tiles) + self.output_tiles * 16 * DEPTH // group
-        return max(self.warps * self.ahead * piece, self.warps * self.token_tiles * 8 * OUTPUTS * 4)
+        sums = self.output_tiles * self.token_tiles * 8 * OUTPUTS * 4
+        return self.output_tiles * OUTPUTS * 8 + self.warps * max(self.ahead * piece, sums)
 
 
 LAUNCHES = (Launch(1, 2, 8, 4), Launch(2, 2, 8, 3), Launch(4, 2, 8, 3), Launch(8, 2, 4, 3))
