@@ -72,13 +72,17 @@ def products(weights: list[PackedTiles], rows: int) -> dict[str, float]:
     """Microseconds of each launch for so many rows."""
     x, scale = gaussian_e4m3(rows, weights[0].sides[1]), torch.ones(1, device=DEVICE)
 
-    def time(launch: Launch) -> float:
-        return graph_microseconds(lambda number: weights[number].product(x, scale, None, config=launch), len(weights))
+    def time(launch: Launch, overlapping: bool) -> float:
+        def multiply(number: int) -> Tensor:
+            return weights[number].product(x, scale, None, config=launch, overlapping=overlapping)
+
+        return graph_microseconds(multiply, len(weights))
 
     tokens = min(launch.token_tiles for launch in CANDIDATES if 8 * launch.token_tiles >= rows)
     output_tiles = len(weights[0].codes)
     candidates = [one for one in CANDIDATES if one.token_tiles == tokens and one.of(output_tiles) == one]
-    return {name(launch): time(launch) for launch in candidates}
+    times = {name(launch): time(launch, False) for launch in candidates}
+    return times | {f"{name(launch)} overlapping": time(launch, True) for launch in candidates}
 
 
 def fp8_products(outputs: int, depth: int, rows: int) -> float:

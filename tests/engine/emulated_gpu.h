@@ -196,6 +196,8 @@ inline void wait_for_all_but() {
     for (const Copy& copy : groups.front()) copy.arrive();
 }
 
+inline void wait_for_kernels_before() {}
+
 // The lanes' operands of the m16n8k16 product that a warp is at.
 static float first_operands[64][16][16], second_operands[64][16][8];
 

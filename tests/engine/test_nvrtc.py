@@ -49,6 +49,32 @@ def test_a_kernel_gets_its_arguments(bindings: Callable[..., None], monkeypatch:
     assert described == [("kernel", [5, 6, 1, 128, 1, 1, 512], 7, [99, tensor.data_ptr(), 0, 17, -3])]
 
 
+def test_a_kernel_that_may_overlap_with_those_before_it(
+    bindings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    launched = []
+
+    def launch(config: SimpleNamespace, function: object, addresses: int, _: int) -> tuple[object]:
+        value = ctypes.c_int32.from_address(ctypes.c_void_p.from_address(addresses).value or 0).value
+        launched.append((vars(config), function, value))
+        return (GOOD,)
+
+    bindings(
+        driver={
+            "cuLaunchKernelEx": launch,
+            "CUlaunchAttributeID": SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6),
+            "CUlaunchAttribute": lambda: SimpleNamespace(value=SimpleNamespace()),
+            "CUlaunchConfig": SimpleNamespace,
+        }
+    )
+    nvrtc.launch("kernel", (5, 6), 128, 512, (17,), DEVICE, overlapping=True)
+    attribute = SimpleNamespace(value=SimpleNamespace(programmaticStreamSerializationAllowed=1), id=6)
+    grid, block = {"gridDimX": 5, "gridDimY": 6, "gridDimZ": 1}, {"blockDimX": 128, "blockDimY": 1, "blockDimZ": 1}
+    config = {**grid, **block, "sharedMemBytes": 512, "hStream": 7, "attrs": [attribute], "numAttrs": 1}
+    assert launched == [(config, "kernel", 17)]
+
+
 def test_a_failed_launch_is_one_line(bindings: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     failed = SimpleNamespace(value=1, name="CUDA_ERROR_INVALID_VALUE")

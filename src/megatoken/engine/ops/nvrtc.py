@@ -74,8 +74,12 @@ def launch(
     shared_bytes: int,
     arguments: Sequence[Any],
     device: torch.device,
+    overlapping: bool = False,
 ) -> None:
-    """On the current stream. Arguments: tensors, None (the address 0), integers (32 bits) or tensor maps."""
+    """On the current stream. Arguments: tensors, None (the address 0), integers (32 bits) or tensor maps.
+
+    If ``overlapping``, the kernel may start before those before it have ended: it must wait for them itself.
+    """
     from cuda.bindings import driver
 
     held: list[ctypes.c_uint64 | ctypes.c_int32] = []
@@ -91,9 +95,17 @@ def launch(
         addresses.append(ctypes.addressof(held[-1]))
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
     stream = torch.cuda.current_stream(device).cuda_stream
-    checked(
-        driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0)
-    )
+    if not overlapping:
+        shape = (*grid, 1, threads, 1, 1, shared_bytes)
+        checked(driver.cuLaunchKernel(function, *shape, stream, ctypes.addressof(pointers), 0))
+        return
+    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream, config.attrs, config.numAttrs = shared_bytes, stream, [attribute], 1
+    checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
 def checked(results: tuple[Any, ...]) -> Any:

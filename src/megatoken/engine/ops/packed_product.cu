@@ -75,6 +75,13 @@ __device__ __forceinline__ void wait_for_all_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
+// Of a kernel that starts before those before it have ended: until they have, and their results are in memory.
+__device__ __forceinline__ void wait_for_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #define permute_bytes __byte_perm
 #endif
 
@@ -170,41 +177,46 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   Piece* pieces_of_all = (Piece*)(finishing + OUTPUT_TILES * 16);
   Piece* ring = pieces_of_all + warp * AHEAD;
   const int pieces = (tiles - warp + WARPS - 1) / WARPS;
-  int copied = 0;
 
-  auto copy_next = [&](Piece& piece) {
-    if (copied < pieces) {
+  auto copy_weights_of = [&](int number, Piece& piece) {
+    if (number >= pieces) return;
 #pragma unroll
-      for (int output = 0; output < OUTPUT_TILES; output++)
-        copy_weights(&piece.codes[output][lane], codes + output * tiles * 32);
-      if (lane < OUTPUT_TILES * SCALE_COPIES) copy_weights(&piece.scales[0][8 * lane], scales);
+    for (int output = 0; output < OUTPUT_TILES; output++)
+      copy_weights(&piece.codes[output][lane], codes + output * tiles * 32);
+    if (lane < OUTPUT_TILES * SCALE_COPIES) copy_weights(&piece.scales[0][8 * lane], scales);
+    codes += WARPS * 32;
+    scales += WARPS * SCALES;
+  };
+  auto copy_inputs_of = [&](int number, Piece& piece) {
+    if (number < pieces) {
 #pragma unroll
       for (int token = 0; token < TOKEN_TILES; token++) {
         const bool exists = own_token + token * 8 < tokens;
         copy_inputs(&piece.inputs[token][lane], exists ? x + (long long)token * 8 * depth : x_start, exists);
       }
-      codes += WARPS * 32;
-      scales += WARPS * SCALES;
       x += WARPS * DEPTH;
-      copied++;
     }
     close_group();
   };
 
-  float sum[OUTPUT_TILES][TOKEN_TILES][4] = {};
 #pragma unroll
-  for (int i = 0; i < AHEAD - 1; i++) copy_next(ring[i]);
+  for (int i = 0; i < AHEAD - 1; i++) copy_weights_of(i, ring[i]);
+  wait_for_kernels_before();  // of what they write only the inputs and their scale are read, and nothing else is written
+#pragma unroll
+  for (int i = 0; i < AHEAD - 1; i++) copy_inputs_of(i, ring[i]);
   for (int output = threadIdx.x; output < OUTPUT_TILES * 16; output += 32 * WARPS) {  // while the first are on their way
     const int row = first_row + output;
     finishing[output] = make_float2(factors[row] * *x_scale, bias ? __uint_as_float((u32)bias[row] << 16) : 0.0f);
   }
+  float sum[OUTPUT_TILES][TOKEN_TILES][4] = {};
   for (int first = 0; first < pieces; first += AHEAD) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       if (first + i >= pieces) break;
       wait_for_all_but<AHEAD - 2>();
       __syncwarp();  // all lanes' copies have arrived, and none needs the piece before this one any more
-      copy_next(ring[(i + AHEAD - 1) % AHEAD]);
+      copy_weights_of(first + i + AHEAD - 1, ring[(i + AHEAD - 1) % AHEAD]);
+      copy_inputs_of(first + i + AHEAD - 1, ring[(i + AHEAD - 1) % AHEAD]);
       multiply_piece(sum, ring[i], lane);
     }
   }
