@@ -128,6 +128,8 @@ def test_the_expansion_has_the_bytes_of_a_weight_that_is_expanded_when_it_is_loa
         (16, LAUNCHES[0], 64, 1152, 11),
         (32, LAUNCHES[3], 32, 128, 64),
         (32, LAUNCHES[3], 64, 320, 65),
+        (16, Launch(1, 5, 16, 3), 80, 2624, 8),
+        (32, Launch(1, 4, 8, 3), 64, 704, 3),
     ],
 )
 def test_products_are_those_of_the_decoded_weight(

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatoken.engine.ops import nvrtc
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -35,6 +36,13 @@ def require_contiguous(*tensors: Tensor | None) -> None:
             raise ValueError(f"expected contiguous tensors, got shape {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
+@triton.jit
+def let_next_start(OVERLAPS: tl.constexpr):
+    """The kernel after this one, if it waits for this one's results itself."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 # Residual add, RMSNorm, quantise ----------------------------------------------------------------------------------
 
 
@@ -50,7 +58,11 @@ def _row_scale(largest):
 
 
 @triton.jit(do_not_specialize=["scale"])
-def _add_rms_norm_kernel(delta, residual, weight, scale, out, out_scale, epsilon, D: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm_kernel(
+    delta, residual, weight, scale, out, out_scale, epsilon,
+    D: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    let_next_start(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
     inside = column < D
@@ -87,7 +99,7 @@ def _launch_add_rms_norm(
     block = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(rows,)](
         delta_TD, residual_TD, weight_D, scale, out, out_scale, float(epsilon), hidden, block,
-        num_warps=warps or min(max(block // 1024, 1), 16),
+        nvrtc.overlaps(out.device), num_warps=warps or min(max(block // 1024, 1), 16),
     )  # fmt: skip
 
 
@@ -160,9 +172,11 @@ def _silu_mul_kernel(gate_up, scale, out, F: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale"])
 def _silu_mul_interleaved_kernel(
-    gate_up, scale, out, F: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, FEATURES: tl.constexpr
-):
+    gate_up, scale, out,
+    F: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, FEATURES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Pairs of a gate and its up, those of ``LANES`` runs of ``FEATURES`` neighbouring features in turn."""
+    let_next_start(OVERLAPS)
     blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
@@ -223,7 +237,10 @@ def silu_mul(
     if interleaved is None:
         _silu_mul_kernel[(grid,)](gate_up_T2F, scale, out, width // 2, block, num_warps=warps)
     else:
-        _silu_mul_interleaved_kernel[(grid,)](gate_up_T2F, scale, out, width // 2, block, *interleaved, num_warps=warps)
+        overlaps = nvrtc.overlaps(out.device)
+        _silu_mul_interleaved_kernel[(grid,)](
+            gate_up_T2F, scale, out, width // 2, block, *interleaved, overlaps, num_warps=warps
+        )
     return out
 
 

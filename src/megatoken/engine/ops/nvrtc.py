@@ -13,6 +13,15 @@ from torch import Tensor
 
 from megatoken.errors import CapacityError
 
+OVERLAPPING = False
+"""Whether a kernel may start while the one before it still runs, where both are written for that."""
+
+
+@lru_cache
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels on a device do."""
+    return OVERLAPPING and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
 
 @lru_cache
 def compiler_obstacle() -> str | None:

@@ -56,8 +56,6 @@ class Launch(NamedTuple):
 LAUNCHES = (Launch(1, 2, 8, 4), Launch(2, 2, 8, 3), Launch(4, 2, 8, 3), Launch(8, 2, 4, 3))
 """For up to 8, 16, 32 and any number of tokens."""
 EXPANSION = Launch(1, 1, 8, 4)
-OVERLAPPING = False
-"""Whether the kernel for few tokens may copy its first weights while the kernel before it still runs."""
 
 
 def obstacle(device: torch.device) -> str | None:
@@ -143,7 +141,7 @@ class PackedTiles:
         bias_N: Tensor | None,  # bf16
         out_TN: Tensor | None = None,
         config: Launch | None = None,  # by default chosen by the tokens
-        overlapping: bool = OVERLAPPING,  # needs compute capability 9.0
+        overlapping: bool | None = None,  # whether weights may be copied before the kernels before this one have ended
     ) -> Tensor:
         """``x W^T + b``, bf16 [T, N]: sums in fp32, in the order of its launch. Raises CapacityError: no launch."""
         (tokens, depth), (outputs, _) = x_TK.shape, self.sides
@@ -159,6 +157,7 @@ class PackedTiles:
         tensors = (self.codes, self.scales, self.factor_N, x_TK, x_scale, bias_N, out)
         shared_bytes = config.shared_bytes(self.group)
         arguments = (*tensors, tokens, outputs, depth)
+        overlapping = nvrtc.overlaps(x_TK.device) if overlapping is None else overlapping
         nvrtc.launch(kernel, grid, 32 * config.warps, shared_bytes, arguments, x_TK.device, overlapping)
         return out
 

@@ -24,6 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatoken.engine.memory import PARTIAL_RESULTS
+from megatoken.engine.ops import nvrtc
+from megatoken.engine.ops.fused import let_next_start
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 MAX_SPLITS = 32
@@ -226,8 +228,9 @@ def _decode_kernel(
 def _merge_kernel(
     partial, lengths, out, value_scale, split_tokens, splits,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(OVERLAPS)
     G: tl.constexpr = H // K
     row = tl.program_id(0)
     length = tl.load(lengths + row // H)
@@ -366,5 +369,6 @@ def decode_attention(
         _merge_kernel[(sequences * heads,)](
             partial, lengths_B, out_BHE, value_scale, piece, splits,
             H=heads, K=kv_heads, E=head_dim, WINDOW=window or 0, BLOCK_E=block_e, BLOCK_SPLITS=MAX_SPLITS,
+            OVERLAPS=nvrtc.overlaps(out_BHE.device),
         )  # fmt: skip
     return out_BHE
