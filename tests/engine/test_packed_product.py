@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.ops import nvrtc, packed_product
-from megatoken.engine.ops.packed_product import EXPANSION, LAUNCHES, Launch, PackedTiles, fits
+from megatoken.engine.ops.packed_product import EXPANSION, LAUNCHES, Launch, PackedTiles, choose, fits
 from megatoken.engine.schemes.fp8_weight import with_one_scale
 from megatoken.engine.schemes.packed4 import Packed4, expand, pack
 
@@ -123,13 +123,13 @@ def test_the_expansion_has_the_bytes_of_a_weight_that_is_expanded_when_it_is_loa
     ("group", "launch", "rows", "columns", "tokens"),
     [
         (16, EXPANSION, 16, 64, 1),
-        (16, LAUNCHES[0], 32, 2624, 8),
+        (16, LAUNCHES[1], 32, 2624, 8),
         (32, EXPANSION, 48, 704, 3),
-        (16, LAUNCHES[0], 64, 1152, 11),
-        (32, LAUNCHES[3], 32, 128, 64),
-        (32, LAUNCHES[3], 64, 320, 65),
+        (16, LAUNCHES[1], 64, 1152, 11),
+        (32, LAUNCHES[-1], 32, 128, 64),
+        (32, LAUNCHES[-1], 64, 320, 65),
         (16, Launch(1, 5, 16, 3), 80, 2624, 8),
-        (32, Launch(1, 4, 8, 3), 64, 704, 3),
+        (32, LAUNCHES[0], 64, 704, 3),
     ],
 )
 def test_products_are_those_of_the_decoded_weight(
@@ -169,6 +169,15 @@ def test_rows_in_another_order(build: Build) -> None:
         library = build(group, EXPANSION)
         mixed = expanded(library, tiles.in_order(order))
         assert torch.equal(mixed.view(torch.uint8), expanded(library, tiles).view(torch.uint8)[order])
+
+
+def test_the_launch_of_few_tokens_deals_tiles_evenly() -> None:
+    """Those that were the fastest for the products of 70B on an H200, and for a weight that is too small for it."""
+    for outputs, output_tiles in ((57344, 4), (10240, 1), (8192, 2), (16, 1), (48, 1)):
+        assert choose(8, outputs // 16, 132).output_tiles == output_tiles
+    for tokens, token_tiles in ((1, 1), (9, 2), (17, 4), (33, 8), (65, 8)):
+        assert choose(tokens, 640, 132).token_tiles == token_tiles
+    assert choose(16, 3, 132) == LAUNCHES[3]._replace(output_tiles=1)
 
 
 def test_what_does_not_fit() -> None:

@@ -53,8 +53,13 @@ class Launch(NamedTuple):
         return self.output_tiles * OUTPUTS * 8 + self.warps * max(self.ahead * piece, sums)
 
 
-LAUNCHES = (Launch(1, 2, 8, 4), Launch(2, 2, 8, 3), Launch(4, 2, 8, 3), Launch(8, 2, 4, 3))
-"""For up to 8, 16, 32 and any number of tokens."""
+LAUNCHES = (
+    *(Launch(1, 4, 8, 3), Launch(1, 2, 8, 4), Launch(1, 1, 8, 4)),
+    *(Launch(2, 2, 8, 3), Launch(4, 2, 8, 3), Launch(8, 2, 4, 3)),
+)
+"""For up to 8, 16, 32 and any number of tokens; of the same tokens those with fewer instructions for a weight first."""
+_LEAST_WARPS = 16
+"""Of a multiprocessor, so that enough weights are on their way to it."""
 EXPANSION = Launch(1, 1, 8, 4)
 
 
@@ -140,7 +145,7 @@ class PackedTiles:
         x_scale: Tensor,  # fp32, one element
         bias_N: Tensor | None,  # bf16
         out_TN: Tensor | None = None,
-        config: Launch | None = None,  # by default chosen by the tokens
+        config: Launch | None = None,  # its output tiles divide those of the weight; None: ``launch_on``
         overlapping: bool | None = None,  # whether weights may be copied before the kernels before this one have ended
     ) -> Tensor:
         """``x W^T + b``, bf16 [T, N]: sums in fp32, in the order of its launch. Raises CapacityError: no launch."""
@@ -150,8 +155,7 @@ class PackedTiles:
         if not tokens:
             return out
         if config is None:
-            config = next((one for one in LAUNCHES if tokens <= 8 * one.token_tiles), LAUNCHES[-1])
-        config = config.of(len(self.codes))
+            config = launch_on(x_TK.device.index, tokens, len(self.codes))
         kernel = compiled(x_TK.device.index, "packed_product", self.group, config)
         grid = len(self.codes) // config.output_tiles, -(-tokens // (8 * config.token_tiles))
         tensors = (self.codes, self.scales, self.factor_N, x_TK, x_scale, bias_N, out)
@@ -200,6 +204,24 @@ def _tiled_scales(bytes_NG: Tensor, tiles: int) -> Tensor:
     return bytes_NG.reshape(len(bytes_NG) // OUTPUTS, 2, 8, tiles, -1).permute(0, 3, 2, 4, 1).contiguous()
 
 
+def choose(tokens: int, output_tiles: int, processors: int) -> Launch:
+    """The launch for a weight: the one whose fullest multiprocessor has the fewest tiles, and warps enough."""
+    token_tiles = next((one.token_tiles for one in LAUNCHES if tokens <= 8 * one.token_tiles), LAUNCHES[-1].token_tiles)
+    candidates = [one.of(output_tiles) for one in LAUNCHES if one.token_tiles == token_tiles]
+
+    def most_programs(launch: Launch) -> int:
+        return -(-output_tiles // launch.output_tiles // processors)
+
+    busy = [one for one in candidates if most_programs(one) * one.warps >= _LEAST_WARPS]
+    return min(busy or candidates[-1:], key=lambda one: most_programs(one) * one.output_tiles)
+
+
+@lru_cache
+def launch_on(device: int, tokens: int, output_tiles: int) -> Launch:
+    """``choose`` for a device."""
+    return choose(tokens, output_tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 @lru_cache
 def compiled(device: int, name: str, group: int, config: Launch) -> Any:
     """A kernel on a device, compiled at the first call. Raises CapacityError: it cannot be compiled or loaded."""
@@ -215,8 +237,8 @@ def compile_all(device: int, group: int, output_tiles: int) -> None:
     Raises:
         CapacityError: as ``compiled``.
     """
-    for config in LAUNCHES:
-        compiled(device, "packed_product", group, config.of(output_tiles))
+    for tokens in {8 * one.token_tiles for one in LAUNCHES}:
+        compiled(device, "packed_product", group, launch_on(device, tokens, output_tiles))
     compiled(device, "packed_expansion", group, EXPANSION)
 
 
