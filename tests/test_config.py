@@ -30,7 +30,7 @@ def test_engine_section_is_the_engines_configuration() -> None:
     assert served == engine | {"prefix_cache": True, "record_seconds": RECORD_SECONDS}
     # A run is one group, and what it records follows from its target for the time of steps.
     assert section == {name: value for name, value in engine.items() if name not in ("fair_slowdown", "record_seconds")}
-    assert RunConfig.model_fields["precision"].default == EngineConfig().precision
+    assert RunConfig().engine_config() == EngineConfig()
 
 
 def test_every_key_says_what_it_is_for() -> None:

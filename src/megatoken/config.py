@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from megatoken.engine.config import REFERENCE, EngineConfig, Precision
+from megatoken.engine.config import DEFAULT_PRECISION, REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import ConfigError
@@ -196,7 +196,7 @@ class RunConfig(Section):
     )
     random_weights: bool = Field(default=False, description="use the model's shape with random weights")
     seed: Seed = Field(default=0, description="seed of random weights and random prompts")
-    precision: Precision = Field(default="bf16", description="number format of the weights; fp4 on simulated GPUs only")
+    precision: Precision | None = Field(default=None, description="number format of weights; null: bf16 or faster fp32")
     scenario: Literal["offline", "server", "interactive", "singlestream"] = Field(
         default="offline", description="how load arrives"
     )
@@ -244,7 +244,7 @@ class RunConfig(Section):
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type."""
-        return EngineConfig(precision=self.precision, **self.engine.model_dump())
+        return EngineConfig(precision=self.precision or DEFAULT_PRECISION, **self.engine.model_dump())
 
 
 class AnswerConfig(Section):
@@ -305,8 +305,7 @@ def load_run_config(
 def load_limits(slo: Path | None, flags: Mapping[str, str | bool | None]) -> dict[str, Any]:
     """Loads limits as ``config.yaml`` of a run holds them, and the price of an hour: a file, overridden by flags.
 
-    Raises:
-        ConfigError: as ``load_run_config``.
+    Raises ConfigError as ``load_run_config``.
     """
     config = _checked(RunConfig, _slo_settings(slo) | _from_flags(flags))
     return config.model_dump(mode="json", include={"limits", "dollars_per_hour"})
@@ -449,7 +448,7 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
         for key in ("rack.count", "rack.replicas", "rack.simulated_gpu"):
             refuse(key, "only for a rack; give --rack auto")
     if config.rack.simulated_gpu is None:
-        if find_scheme(config.precision).simulated_only:
+        if find_scheme(config.engine_config().precision).simulated_only:
             place = _place_of("precision", settings)
             raise ConfigError(f"{place}: must be 'fp32', 'bf16' or 'fp8'; fp4 is supported on simulated GPUs only")
     else:
@@ -463,7 +462,8 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
         for key in (key for key in KEYS if key.startswith("endpoint.")):
             refuse(key, "only for a server to measure; give --endpoint http://host:8000/v1")
     else:
-        own = ("random_weights", "precision", "text", "rack.cluster")
+        named = ("precision",) if config.precision != DEFAULT_PRECISION else ()  # as in config.yaml of version 0.1
+        own = ("random_weights", *named, "text", "rack.cluster")
         for key in (*own, *(key for key in KEYS if key.startswith("engine."))):
             refuse(key, "not supported with an endpoint, whose server decides it; leave it out")
     if config.find_rate:

@@ -29,7 +29,7 @@ BASELINE = json.loads((model_folder("reference") / "baseline.json").read_text())
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of random weights."""
-    return made(tmp_path_factory, "run", *TINY, "--samples", 40)
+    return made(tmp_path_factory, "run", *TINY, "--samples", 40, "--precision", "bf16")
 
 
 @pytest.fixture(scope="module")

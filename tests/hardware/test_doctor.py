@@ -59,7 +59,7 @@ def test_huge_pages_that_are_off_are_found(
 
 def test_limits_of_a_container_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cpu", lambda: {"usable_cores": 4, "quota_cores": 1.5})
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 8)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8)
     sizes = {"limit_bytes": 2**32, "total_bytes": 2**36, "available_bytes": 2**33}
     monkeypatch.setattr(doctor, "memory", lambda: sizes)
     found = by_code(doctor.check_system(tmp_path))

@@ -14,6 +14,8 @@ from megatoken.errors import CapacityError, CheckpointError
 
 Precision = Literal["fp32", "bf16", "fp8", "fp4"]
 """Number format of weights and linear inputs, see ``schemes``."""
+DEFAULT_PRECISION: Precision = "bf16"
+"""What an engine computes in unless the user names another, or ``hardware.precision`` finds fp32 faster."""
 Fp8Scales = Literal["tensor", "row"]
 """What shares one scale in fp8: a whole weight and all inputs of a linear, or each row of the weight and each token."""
 
@@ -222,7 +224,7 @@ PACKED_TOKENS = 64
 class EngineConfig:
     """What the user asks of the engine; every ``None`` is derived from model and machine and shown in the plan."""
 
-    precision: Precision = "bf16"
+    precision: Precision = DEFAULT_PRECISION
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_batched_tokens: int | None = None
     max_sequences: int | None = None

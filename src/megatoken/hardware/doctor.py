@@ -19,7 +19,7 @@ import psutil
 
 from megatoken.errors import how_to_install
 from megatoken.files import new_document
-from megatoken.hardware.inventory import cpu, memory
+from megatoken.hardware.inventory import cpu, memory, multiplies_bf16
 from megatoken.hardware.nvml import (
     HARMFUL_REASONS,
     RECOVERY_ACTION,
@@ -105,6 +105,7 @@ def check_system(folder: Path) -> Iterator[Finding]:
     yield _governor()
     yield from _cores_and_memory()
     yield from _load()
+    yield _precision()
     yield _huge_pages()
     yield _open_files()
     yield _disk(folder)
@@ -142,6 +143,16 @@ def _cores_and_memory() -> Iterator[Finding]:
         yield fix("memory_free", f"{state}; models may not fit", "ps aux --sort=-rss | head")
     else:
         yield ok("memory_free", state)
+
+
+def _precision() -> Finding:
+    code = "cpu_precision"
+    if multiplies_bf16():
+        return ok(
+            code, "the processor has bf16 instructions: models run on it in bf16 unless --precision says otherwise"
+        )
+    message = "the processor has no bf16 instructions: models that fit run on it in fp32 unless --precision"
+    return ok(code, f"{message} says otherwise")
 
 
 def _load() -> Iterator[Finding]:

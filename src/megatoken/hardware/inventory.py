@@ -29,6 +29,7 @@ VARIABLES = (
 )
 MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 ARM_INSTRUCTIONS = ("asimd", "bf16", "i8mm", "sve", "sve2")
+BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def take_inventory() -> dict[str, Any]:
@@ -86,6 +87,11 @@ def cpu() -> dict[str, Any]:
         "quota_cores": _cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
         "instruction_sets": [flag for flag in (*MATRIX_INSTRUCTIONS, *ARM_INSTRUCTIONS) if flag in flags],
     }
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor has instructions for products of bf16."""
+    return not set(BF16_INSTRUCTIONS).isdisjoint(cpu()["instruction_sets"])
 
 
 def gpus() -> list[dict[str, Any]]:

@@ -67,10 +67,10 @@ def measure_on(
     if dry_run:
         return prepared, None
     if config.qualify:
-        prepared = replace(prepared, qualification=qualify_first(config, progress))
+        prepared = replace(prepared, qualification=qualify_first(resolve(prepared.config, prepared.model), progress))
     for warning in prepared.warnings:
         progress.note(f"warning: {warning}")
     if config.rack.count == "per_node" and isinstance(backend, RackBackend):
         return prepared, run_per_node(backend, prepared, progress)
     with backend.load() as target:
-        return prepared, test(prepared, resolve(prepared.config, backend.served().memory), target, progress)
+        return prepared, test(prepared, resolve(prepared.config, backend.served()), target, progress)

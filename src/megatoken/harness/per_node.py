@@ -115,7 +115,7 @@ class NodeDriver:
             prepared = prepare(self._config, backend)
             with backend.load() as target:
                 self._session, self._settings, _ = TestSession.start(
-                    resolve(prepared.config, prepared.model.memory),
+                    resolve(prepared.config, prepared.model),
                     prepared.data_set,
                     target,
                     prepared.facts(),
@@ -209,7 +209,7 @@ def _start(rack: RackBackend) -> list[_Node]:
 
 
 def _create_folder(rack: RackBackend, prepared: Prepared) -> RunFolder:
-    config = resolve(prepared.config, rack.memory)
+    config = resolve(prepared.config, rack.served())
     settings = plan_test(config, len(prepared.data_set.requests), config.rate or 1.0)
     asked = {**asked_facts(config, settings), "offered_samples_per_second": None}
     return record(config, {**prepared.facts(), **rack.target_facts(), **asked}, config.out)

@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from operator import attrgetter
@@ -86,7 +86,7 @@ class Prepared:
             "weights": files.get("weights_sha256") or self.model.weights,
             **({"identity": {**files, "rows_sha256": rows_sha256(self.data_set)}} if hashed else {}),
             "random_weights": self.model.random_weights,
-            "precision": self.config.precision if self.model.memory else None,
+            "precision": self.model.precision,
             "data_set": self.data_set.name,
             "data_set_source": self.data_set.source,
             "data_set_sha256": self.data_set.content_hash,
@@ -100,14 +100,15 @@ class Prepared:
 
     def _work(self, device: str) -> dict[str, Any]:
         """What the model computes and moves; which experts' weights a step of a mixture reads is not known."""
-        assert self.model.shape is not None
-        work = ModelWork.of(self.model.shape, scheme_of(self.config.engine_config()), device)
+        assert self.model.shape is not None and self.model.precision is not None
+        engine = replace(self.config.engine_config(), precision=self.model.precision)
+        work = ModelWork.of(self.model.shape, scheme_of(engine), device)
         windows = [window._asdict() for window in work.windows]
         return {**work._asdict(), "windows": windows, **({"weights_bytes": None} if self.model.shape.experts else {})}
 
     def plan(self) -> dict[str, Any]:
         """The resolved configuration and what follows from it, ready for JSON."""
-        config = resolve(self.config, self.model.memory).model_dump(mode="json")
+        config = resolve(self.config, self.model).model_dump(mode="json")
         warnings = [reason("NOTE", text=warning) for warning in self.warnings]
         return {"config": config, **self.facts(hashed=False), "notes": [*warnings, *self.notes]}
 
@@ -127,7 +128,7 @@ class Prepared:
             *self.warnings,
             *(note["message"] for note in self.notes),
         ]
-        config = resolve(self.config, model.memory).model_dump(mode="json")
+        config = resolve(self.config, model).model_dump(mode="json")
         return yaml.safe_dump(config, sort_keys=False) + "\n".join(f"# {line}" for line in comments)
 
 
@@ -243,8 +244,12 @@ def _changed_settings(config: RunConfig) -> list[dict[str, Any]]:
     ]
 
 
-def resolve(config: RunConfig, memory: MemoryPlan | None) -> RunConfig:
-    """``config`` with the engine's sizes in place of null; ``memory_bytes`` is a limit and stays. No plan: as given."""
+def resolve(config: RunConfig, model: ServedModel) -> RunConfig:
+    """``config`` with the engine's precision and sizes in place of null; ``memory_bytes`` is a limit and stays.
+
+    As given without a memory plan.
+    """
+    memory = model.memory
     if memory is None:
         return config
     engine = config.engine
@@ -259,7 +264,7 @@ def resolve(config: RunConfig, memory: MemoryPlan | None) -> RunConfig:
         "packed_weights": memory.packed_weights,
         "overlap": memory.device == "cuda" if engine.overlap is None else engine.overlap,  # as Engine decides
     }
-    return config.model_copy(update={"engine": engine.model_copy(update=sizes)})
+    return config.model_copy(update={"precision": model.precision, "engine": engine.model_copy(update=sizes)})
 
 
 def _threads(config: RunConfig) -> int | None:

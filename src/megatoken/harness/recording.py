@@ -81,7 +81,7 @@ def peaks(
         gpus = config.engine.tensor_parallel * sum(
             node["replicas"] for node in facts.get("rack_nodes") or [{"replicas": 1}]
         )
-        operations = sheet.operations_per_second.get(config.precision)
+        operations = sheet.operations_per_second.get(facts["precision"])
         return {
             "operations_per_second": operations and gpus * operations,
             "memory_bytes_per_second": gpus * sheet.memory_bytes_per_second,
@@ -89,7 +89,7 @@ def peaks(
         }
     if device == "cpu" and qualification is not None and "rack_nodes" not in facts:
         machine = machine_of(qualification, QUALIFICATION)
-        operations = machine.most_operations_per_second(config.precision)
+        operations = machine.most_operations_per_second(facts["precision"])
         return {
             "operations_per_second": operations,
             "memory_bytes_per_second": machine.read_bytes_per_second,

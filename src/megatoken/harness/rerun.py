@@ -65,7 +65,7 @@ def _read(path: Path) -> tuple[Run, RunConfig]:
 
 
 def _plan_now(prepared: Prepared) -> dict[str, str]:
-    config = resolve(prepared.config, prepared.model.memory)
+    config = resolve(prepared.config, prepared.model)
     seeds = round_seeds()[config.rules or DEFAULT_ROUND]._asdict()
     return plan_of(config.model_dump(mode="json"), prepared.facts(), take_inventory(), seeds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatoken.engine.checkpoint import open_model
@@ -52,11 +52,15 @@ def open_engine(options: ServeConfig, on_step: Callable[[Step], None]) -> Opened
     if options.engine_kind == "mock":
         return _open_mock(options, on_step)
     from megatoken.engine import Engine
+    from megatoken.hardware.precision import settle_fastest
 
     config = options.engine_config()
     if options.simulated_gpu is not None:
         engine = Engine.simulated(options.model, config, options.simulated_gpu)
     else:  # loads PyTorch
+        if options.precision is None:
+            source = open_model(options.model, random_weights=options.random_weights, seed=options.seed)
+            config = replace(config, precision=settle_fastest(source, config)[0].precision)
         engine = Engine(options.model, config, random_weights=options.random_weights, seed=options.seed)
     return share_engine(options, engine, on_step)
 

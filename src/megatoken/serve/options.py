@@ -21,7 +21,7 @@ from megatoken.config import (
     load_flags,
     separated,
 )
-from megatoken.engine.config import FAIR_SLOWDOWN, RECORD_SECONDS, REFERENCE, EngineConfig, Precision
+from megatoken.engine.config import DEFAULT_PRECISION, FAIR_SLOWDOWN, RECORD_SECONDS, REFERENCE, EngineConfig, Precision
 from megatoken.errors import ConfigError
 from megatoken.serve.reasoning import ReasoningFormat
 from megatoken.serve.tenants import Keys
@@ -55,7 +55,10 @@ class ServeConfig(Section):
     )
     random_weights: bool = Field(default=False, description="use the model's shape with random weights")
     seed: Seed = Field(default=0, description="seed of random weights")
-    precision: Precision = Field(default="bf16", description="number format of the weights")
+    precision: Precision | None = Field(
+        default=None,
+        description="number format of the weights; null: bf16, or fp32 where it is faster",
+    )
     engine_kind: Literal["real", "mock"] = Field(
         default="real", description="--engine mock makes up tokens at a set pace, to measure everything but the engine"
     )
@@ -109,7 +112,7 @@ class ServeConfig(Section):
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type."""
-        return EngineConfig(precision=self.precision, **self.engine.model_dump())
+        return EngineConfig(precision=self.precision or DEFAULT_PRECISION, **self.engine.model_dump())
 
 
 KEYS = keys_of(ServeConfig)

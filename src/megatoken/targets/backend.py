@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from megatoken.config import RunConfig
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights
-from megatoken.engine.config import ModelConfig, model_folder
+from megatoken.engine.config import ModelConfig, Precision, model_folder
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.tensor_files import weight_files
 from megatoken.engine.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ class ServedModel:
     max_running: int  # requests that one replica runs at once
     shape: ModelConfig | None = None  # shape of the model; a backend that takes text need not know it
     memory: MemoryPlan | None = None  # memory plan of one replica
+    precision: Precision | None = None  # what our own engine computes in; only another server knows its own
     # what the target takes in ``submit``: token ids, or text and chat messages
     prompts: Literal["token_ids", "text"] = "token_ids"
     # what the target returns: token ids, or text alone; None: the same as ``prompts``
@@ -101,6 +102,7 @@ def engine_model(
         max_running=memory.max_sequences,
         shape=shape,
         memory=memory,
+        precision=config.engine_config().precision,
         content_hash=content_hash,
         random_weights=content_hash is None,
         files=files,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.config import RunConfig
 from megatoken.engine.checkpoint import open_model
+from megatoken.engine.config import DEFAULT_PRECISION
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.tokenizer import Tokenizer
@@ -18,6 +19,7 @@ from megatoken.errors import CapacityError
 from megatoken.hardware.inventory import cpu
 from megatoken.hardware.telemetry import Sensors, Telemetry
 from megatoken.runs.identity import ModelFiles
+from megatoken.runs.reasons import reason
 from megatoken.targets import ReplicaReading, SampleEvent
 from megatoken.targets.backend import Reporter, ServedModel, engine_model, model_files, tokenizer_of
 
@@ -61,9 +63,15 @@ class InProcessBackend:
             if self._files is not None:
                 self._files.start()  # the import below keeps one core busy for seconds, and others idle
             from megatoken.engine.device import settle  # imports PyTorch, which a simulated rack does without
+            from megatoken.hardware.precision import settle_fastest
 
-            _, memory = settle(source, config.engine_config())
-            self._served = engine_model(config, source, memory, self._files)
+            settle_here = settle if config.precision else settle_fastest
+            settled, memory = settle_here(source, config.engine_config())
+            chosen = config.precision is None and settled.precision != DEFAULT_PRECISION
+            config = self._config = config.model_copy(update={"precision": settled.precision})
+            served = engine_model(config, source, memory, self._files)
+            notes = (*served.notes, reason("PRECISION_CHOSEN", precision=settled.precision)) if chosen else served.notes
+            self._served = replace(served, notes=notes)
         return self._served
 
     def tokenizer(self) -> Tokenizer | None:
@@ -82,7 +90,7 @@ class InProcessBackend:
         from megatoken.engine import Engine
         from megatoken.engine.ops.native import must_build
 
-        config, served = self._config, self.served()
+        served, config = self.served(), self._config
         on_cpu = served.memory is not None and served.memory.device == "cpu"
         compiling = "; compiling its kernels, once" if on_cpu and must_build() else ""
         self._reporter.stage(f"loading {served.name} in {config.precision}{compiling}")

@@ -16,10 +16,10 @@ from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import cpu
 from megatoken.engine.schemes import find_scheme
+from megatoken.hardware.inventory import multiplies_bf16
 from megatoken.hardware.qualify.processor import (
     engine_precision,
     last_level_cache_bytes,
-    multiplies_bf16,
     peak,
     usable_cores,
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatoken.engine.config import Precision
-from megatoken.hardware.inventory import cpu
+from megatoken.hardware.inventory import cpu, multiplies_bf16
 from megatoken.hardware.qualify.values import Bound, NotRun, Setting, Value
 from megatoken.text import count_of
 
@@ -34,9 +34,6 @@ OPERATIONS_PER_CYCLE = {
 }
 """Most operations per cycle and core, by instruction set, the best first: multiply-adds count as two, and every core
 is assumed to have two such vector units (ARM: four of 128 bits), which only some have."""
-
-
-BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def clock(setting: Setting) -> Value | NotRun:
@@ -86,11 +83,6 @@ def engine_precision(setting: Setting) -> Precision:
     if setting.precision is not None:
         return setting.precision
     return "bf16" if multiplies_bf16() else "fp32"
-
-
-def multiplies_bf16() -> bool:
-    """Whether this processor has instructions for products of bf16."""
-    return any(name in cpu()["instruction_sets"] for name in BF16_INSTRUCTIONS)
 
 
 def usable_cores() -> int:
