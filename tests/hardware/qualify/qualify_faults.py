@@ -11,6 +11,7 @@ import torch
 from megatoken.errors import CapacityError
 from megatoken.hardware.qualify import cpu_tests
 from megatoken.hardware.qualify.exact import (
+    CHUNK_WORDS,
     different_elements,
     fill_pattern,
     repeated_products,
@@ -136,9 +137,10 @@ def flipped_repeat(setting: Setting) -> Outcomes:
 
 def flipped_memory(setting: Setting) -> Outcomes:
     """Memory in which one bit changes between writing and reading."""
-    buffer = torch.empty(5000, dtype=torch.int32)
+    words = CHUNK_WORDS["cpu"]
+    buffer = torch.empty(2 * words + 5, dtype=torch.int32)
     fill_pattern(buffer, 7)
-    buffer[1234] ^= 1 << 30
+    buffer[words + 1234] ^= 1 << 30
     yield Value("memory_pattern", "Pattern", "wrong", [wrong_words(buffer, 7)], "zero")
 
 

@@ -80,7 +80,7 @@ CPU_QUICK = Setting(
 )
 CPU_FULL = replace(
     CPU_QUICK,
-    seconds=1.0,
+    seconds=0.8,
     warm_up_seconds=0.3,
     windows=11,
     sides=(512, 1024, 2048),

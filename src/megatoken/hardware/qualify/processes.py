@@ -20,7 +20,13 @@ from megatoken.hardware.core_wait import CoreWait
 from megatoken.hardware.qualify.catalog import HardwareTest
 from megatoken.hardware.qualify.values import NotRun, Outcome, Setting
 
-PRELOADED = ["torch", "numpy", "megatoken.engine.ops.cpu"]
+PRELOADED = [
+    "numpy",
+    "torch",
+    "megatoken.hardware.qualify.processes",  # else each process imports the package of this module to find ``_work``
+    "megatoken.hardware.qualify.cpu_tests",
+    "megatoken.hardware.qualify.engine_steps",
+]
 GRACE_SECONDS = 5.0
 STARVED = 0.3
 """A test that waited for cores this share of its limit was not slow by itself."""
