@@ -90,6 +90,16 @@ def _audited(folder: Path) -> str:
     return found[0]
 
 
+@pytest.mark.usefixtures("brief")
+def test_a_model_that_is_not_a_named_shape_has_no_prediction_and_the_run_says_why(tmp_path: Path) -> None:
+    flags = ("--samples", 8, "--warm-up", 0.1, "--qualify", "--engine.threads", 1)
+    code, out, err = call_here("run", *flags, "--out", tmp_path / "runs")
+    assert code == 0, err
+    assert "No rate predicted by qualify: only named shapes are planned" in out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert "No rate predicted by qualify" in (folder / "report.html").read_text()
+
+
 def test_a_model_on_other_machines_is_refused(tmp_path: Path) -> None:
     code, _, err = call_here("run", "--endpoint", "http://127.0.0.1:9/v1", "--qualify", "--out", tmp_path)
     assert code != 0

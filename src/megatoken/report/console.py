@@ -48,6 +48,7 @@ from megatoken.report.metrics import (
     names_mlperf,
     other_notes,
     verdict_badge,
+    why_no_prediction,
     why_no_steady_rate,
 )
 from megatoken.report.views import document_view
@@ -142,8 +143,7 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
         yield Text.assemble("  ", (doubt["code"], "bold"), f" {doubt['message']}")
     for note in other_notes(run):
         yield Text(f"Note: {note['message']}")
-    if why := why_no_steady_rate(run):
-        yield Text(why)
+    yield from map(Text, filter(None, (why_no_steady_rate(run), why_no_prediction(run))))
     yield Text(f"Run folder: {run.path}")
 
 

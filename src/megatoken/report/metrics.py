@@ -89,6 +89,12 @@ def loadgen_result(run: Run) -> str:
     return f"LoadGen result: {verdict}" if verdict in ("VALID", "INVALID") else ""
 
 
+def why_no_prediction(run: Run) -> str:
+    """Why a run that qualified its machine first has no predicted rate; empty for all others."""
+    why = (run.result.get("prediction") or {}).get("why")
+    return f"No rate predicted by qualify: {why}" if why else ""
+
+
 def why_no_steady_rate(run: Run) -> str:
     """Why a finished Offline run has no steady rate, and what would show one; empty for all others."""
     result = run.result

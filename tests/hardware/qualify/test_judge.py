@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
-from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge
+from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge, overall
 from megatoken.hardware.qualify.references import Band, Earlier, _published, band, read_baseline
 from megatoken.hardware.qualify.session import power_cap
 from megatoken.hardware.qualify.values import Bound, NotRun, Value
@@ -58,6 +58,21 @@ def test_above_its_bound_a_value_is_an_error_of_the_measurement_even_if_noisy() 
 def test_one_error_in_any_window_fails() -> None:
     assert judge(rate(0, 0, better="zero"), None, None, noisy=True).verdict == Verdict.PASS
     assert judge(rate(0, 1, better="zero"), None, None, noisy=True).verdict == Verdict.FAIL
+
+
+@pytest.mark.parametrize(
+    ("speed", "count", "verdict"),
+    [
+        ("NO REFERENCE", "PASS", "NO REFERENCE"),
+        ("PASS", "PASS", "PASS"),
+        ("MARGINAL", "PASS", "MARGINAL"),
+        ("NO REFERENCE", "FAIL", "FAIL"),
+    ],
+)
+def test_error_counts_alone_do_not_make_a_machine_pass(speed: str, count: str, verdict: str) -> None:
+    rates = {"verdict": speed, "values": [{"better": "higher", "verdict": speed}]}
+    errors = {"verdict": count, "values": [{"better": "zero", "verdict": count}]}
+    assert overall([rates, errors]) == verdict
 
 
 @pytest.mark.parametrize("windows", [(), (math.nan,), (1.0, math.inf)])

@@ -56,6 +56,17 @@ def worst(verdicts: list[Verdict]) -> Verdict:
     return max(verdicts, key=ORDER.index, default=Verdict.NOT_RUN)
 
 
+def overall(tests: Sequence[Mapping[str, Any]]) -> Verdict:
+    """The verdict on the tests of a document: no PASS if error counts alone had something to be compared with."""
+    verdict = worst([Verdict(test["verdict"]) for test in tests])
+    values = (value for test in tests for value in test["values"])
+    if verdict is Verdict.PASS and not any(
+        value.get("better") in ("higher", "lower") and value["verdict"] == Verdict.PASS for value in values
+    ):
+        return Verdict.NO_REFERENCE
+    return verdict
+
+
 def is_noisy(value: Value, core_wait_share: float | None) -> bool:
     """Whether a repetition could differ by more than 5 %; counts of errors never are."""
     if value.better == "zero":

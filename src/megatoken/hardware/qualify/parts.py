@@ -13,7 +13,7 @@ from typing import Any
 from megatoken.hardware.nvml import all_gpus, open_nvml
 from megatoken.hardware.qualify.catalog import Device, HardwareTest
 from megatoken.hardware.qualify.fleet import FEWEST, slow_parts
-from megatoken.hardware.qualify.judge import Verdict, answer, worst
+from megatoken.hardware.qualify.judge import answer, overall
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import qualify, test_entry
 from megatoken.hardware.qualify.values import Setting, Value
@@ -135,7 +135,7 @@ def joined(
         "parts": {"kind": kind, "names": list(documents), "first": first},
         "tests": tests,
         "seconds": seconds,
-        "verdict": worst([Verdict(test["verdict"]) for test in tests]),
+        "verdict": overall(tests),
         "complete": len(documents) == expected and all(one["complete"] for one in documents.values()),
     }
     return merged | {"answer": answer(merged)}

@@ -14,7 +14,7 @@ from megatoken.errors import ExitCode
 from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest
-from megatoken.hardware.qualify.judge import Verdict, answer, is_noisy, judge, worst
+from megatoken.hardware.qualify.judge import Verdict, answer, is_noisy, judge, overall, worst
 from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
 from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, Earlier, band, read_baseline
 from megatoken.hardware.qualify.values import Setting, Value
@@ -87,7 +87,7 @@ def qualify(
         document = document | {
             "complete": not queue,
             "seconds": time.monotonic() - began,
-            "verdict": worst([result["verdict"] for result in results]),
+            "verdict": overall(results),
             "tests": results,
         }
         yield document | {"answer": answer(document)}

@@ -28,7 +28,7 @@ MEANING = {
     "PASS": "no value failed",
     "MARGINAL": "a value is slightly worse than its reference, or worse but noisy",
     "FAIL": "a fault was found",
-    "NO REFERENCE": "no value failed; nothing is published about this machine, so keep this file as its --baseline",
+    "NO REFERENCE": "no error was found; no speed could be judged, so keep this file as the machine's --baseline",
     "NOT RUN": "a whole test did not run",
 }
 KNOWN = ("answer", "verdict", "tests", "complete", "set", "device", "seconds", "machine", "comparison", "parts")
@@ -43,7 +43,7 @@ def qualify_view(document: Document) -> View:
     unfinished = "" if document.flag("complete") else "interrupted; "
     meaning = f"{unfinished}{document.text('set')} set, {count_of(len(tests), 'test')} in {number(seconds)} s: "
     summary = (
-        Verdict((_badge(verdict),), meaning + MEANING.get(verdict, "nothing known here")),
+        Verdict((_badge(verdict),), f"{meaning}{MEANING.get(verdict, 'nothing known here')} ({_judged(tests)})"),
         Points("", tuple(("", sentence) for sentence in document.texts("answer"))),
     )
     sections = (
@@ -58,6 +58,16 @@ def qualify_view(document: Document) -> View:
         section("Machine", Facts("Hardware and software", document.part("machine").values)),
     )
     return view(document, verdict, summary, sections, KNOWN)
+
+
+def _judged(tests: list[Document]) -> str:
+    """How much the verdict rests on."""
+    values = [value for test in tests for value in test.parts("values")]
+    counts = sum(value.text("better") == "zero" for value in values)
+    speeds = [value for value in values if value.text("better") in ("higher", "lower")]
+    judged = sum(value.text("verdict") != "NO REFERENCE" for value in speeds)
+    rest = f", {len(speeds) - judged} have NO REFERENCE" if len(speeds) > judged else ""
+    return f"judged: {count_of(counts, 'error count')} and {judged} of {count_of(len(speeds), 'speed')}{rest}"
 
 
 def _badge(verdict: str) -> Badge:

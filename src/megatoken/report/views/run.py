@@ -38,6 +38,7 @@ from megatoken.report.metrics import (
     names_mlperf,
     other_notes,
     verdict_badge,
+    why_no_prediction,
     why_no_steady_rate,
 )
 from megatoken.report.plots import Mark
@@ -149,7 +150,7 @@ def _summary(run: Run) -> Iterator[Block]:
     if run.rules_unmet:
         codes = ", ".join(dict.fromkeys(unmet["code"] for unmet in run.rules_unmet))
         yield Points("", (("", f"MLPerf rules not met (none claimed): {codes}"),))
-    if why := why_no_steady_rate(run):
+    for why in filter(None, (why_no_steady_rate(run), why_no_prediction(run))):
         yield Points("", (("", why),))
     if run.doubts:
         yield _points("Doubts about the measurement:", run.doubts)
