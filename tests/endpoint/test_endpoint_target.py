@@ -289,6 +289,9 @@ def test_what_cannot_be_asked_for_is_refused(server: Server, tmp_path: Path) -> 
         "ftp://host/v1": "not the address of an API",
         "http://user:pass@host/v1": "give --api-key-file",
         "http://127.0.0.1:1/v1": "no answer",
+        "http://h:8/v1/chat/completions/": "is one route of the API; give the address before it, http://h:8/v1$",
+        "https://h/openai/v1/responses": "give the address before it, https://h/openai/v1$",
+        "http://h:8/metrics": "give the address before it, http://h:8$",
         server.url.replace("/v1", "/nothing"): "--endpoint",
     }.items():
         config = RunConfig(endpoint={"urls": url, "served_model": "other"})

@@ -161,7 +161,7 @@ def test_stages_are_shares_of_the_time_and_loadgen_has_its_own_word(make_run):
     assert shares.keys() == {"Time in prefill", "Time in decode"}  # the others are unknown in this run
     assert sum(shares.values()) == pytest.approx(100, abs=0.1)
     assert table["Offered"] == ["samples/s", "4.50"]
-    assert "Sent after due" in table
+    assert "Issued late by" in table
     assert "LoadGen result: INVALID" in shown(path, 80)
     assert "LoadGen result" not in shown(make_run(samples=4), 80)
 

@@ -311,3 +311,12 @@ def test_latencies_stand_below_the_throughput_each_on_its_own_axis(make_run):
 def _sample_figures_of(folder):
     (section,) = (part for part in run_view(read_run(folder)).sections if part.title == "Over samples")
     return section.blocks
+
+
+def test_each_row_on_lateness_has_a_name_and_an_explanation(make_run):
+    lag = {"p50": 0.001, "p90": 0.002, "p95": 0.003, "p99": 0.004}
+    page_text = words(page_of(make_run(scenario="server", request_lag_seconds=lag)))
+    assert "Issued late by: from a sample's scheduled time" in page_text
+    assert "First byte sent late by: from the scheduled time" in page_text
+    without = words(page_of(make_run()))
+    assert "late by" not in without

@@ -44,6 +44,15 @@ SHORTFALLS = {
 }
 
 
+ISSUED_LATE, WRITTEN_LATE = "Issued late by", "First byte sent late by"
+LATE_NOTES = {
+    ISSUED_LATE: f"{ISSUED_LATE}: from a sample's scheduled time until the load generator issued it.",
+    WRITTEN_LATE: f"{WRITTEN_LATE}: from the scheduled time until the client sent the request's first byte, which "
+    "includes the time above.",
+}
+"""What the rows on lateness mean, by label."""
+
+
 @dataclass(frozen=True, slots=True)
 class MetricRow:
     """One line of the table: either ``value`` or the four ``percentiles`` are set, all formatted in ``unit``."""
@@ -141,12 +150,8 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _latency(result, "First token since query" if offline else "Time to first token", "ttft_seconds"),
         _latency(result, "Last token since query" if offline else "Latency", "latency_seconds"),
         *_stages(result.get("stages")),
-        *([_latency(result, "Sent after due", "send_lag_seconds")] if arrives else []),
-        *(
-            [_latency(result, "Request sent after due", "request_lag_seconds")]
-            if "request_lag_seconds" in result
-            else []
-        ),
+        *([_latency(result, ISSUED_LATE, "send_lag_seconds")] if arrives else []),
+        *([_latency(result, WRITTEN_LATE, "request_lag_seconds")] if "request_lag_seconds" in result else []),
         _single(result, "Offered", "samples/s", "offered_samples_per_second"),
         *([_single(result, "Time under load", "s", "rated_seconds")] if soak else []),
         _single(result, "Duration with drain" if soak else "Duration", "s", "duration_seconds"),

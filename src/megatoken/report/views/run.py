@@ -24,6 +24,7 @@ from megatoken.report.blocks import Block, Cards, Column, Facts, Figure, Headlin
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.curves import histogram_chart
 from megatoken.report.metrics import (
+    LATE_NOTES,
     NOT_VERIFIED,
     PERCENTILES,
     ROUGE_2_NOTE,
@@ -248,8 +249,9 @@ def _metrics(run: Run) -> Iterator[Table]:
     yield Table("Rates and counts", heads, values, narrow=True, note=ROUGE_2_NOTE if has_rouge_2(rows) else "")
     latencies = tuple((row.label, row.unit, *row.percentiles) for row in rows if row.percentiles)
     columns = (Column("Latency"), Column("Unit"), *(Column(name, numeric=True) for name in PERCENTILES))
-    note = UNRELIABLE_NOTE if has_unreliable(rows) else ""
-    yield Table("Percentiles", columns, latencies, stacked=True, note=note)
+    notes = [UNRELIABLE_NOTE] if has_unreliable(rows) else []
+    notes += [LATE_NOTES[row.label] for row in rows if row.label in LATE_NOTES]
+    yield Table("Percentiles", columns, latencies, stacked=True, note=" ".join(notes))
 
 
 def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:

@@ -23,7 +23,7 @@ from megatoken.report.blocks import (
 )
 from megatoken.report.curves import stairs, time_chart
 from megatoken.report.documents import Document
-from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
+from megatoken.report.metrics import ISSUED_LATE, MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
 from megatoken.report.plots import Line
 from megatoken.report.views.common import Field, figure, table_of, view, word
 from megatoken.report.views.endpoints import endpoints_blocks
@@ -56,7 +56,7 @@ LATENCIES = {
     "Time between tokens": ("ms", "itl_seconds", 1000.0),
     "Latency": ("s", "latency_seconds", 1.0),
     "Latency from send": ("s", "latency_from_send_seconds", 1.0),
-    "Sent after due": ("ms", "send_lag_seconds", 1000.0),
+    ISSUED_LATE: ("ms", "send_lag_seconds", 1000.0),
 }
 TITLES = {
     "steady": "Steady",

@@ -14,10 +14,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatoken.errors import MegatokenError, UsageError
+from megatoken.targets.endpoint.bodies import PATHS
 
 MOST_BYTES = 16 << 20  # of an answer to a plain request
 SHOWN_CHARACTERS = 200  # of a server's message
 _NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"}  # of a server, by OpenSSL's versions
+ROUTES = (*PATHS.values(), "/models", "/metrics")
+"""Ends of addresses that users copy from a client."""
 FORM = "give an address such as http://host:8000/v1"
 
 
@@ -42,8 +45,12 @@ class Address:
             raise UsageError("--endpoint: an address with a user or a password is not supported; give --api-key-file")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise UsageError(f"--endpoint {url}: not the address of an API; {FORM}")
+        path = parts.path.rstrip("/")
+        if route := next((one for one in ROUTES if path.endswith(one)), None):
+            base = f"{parts.scheme}://{parts.netloc}{path.removesuffix(route)}"
+            raise UsageError(f"--endpoint {url}: {route} is one route of the API; give the address before it, {base}")
         secure = parts.scheme == "https"
-        return cls(secure, parts.hostname, port or (443 if secure else 80), parts.path.rstrip("/") or "/v1")
+        return cls(secure, parts.hostname, port or (443 if secure else 80), path or "/v1")
 
     @property
     def root(self) -> str:
