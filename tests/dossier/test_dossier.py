@@ -14,7 +14,13 @@ from published import published_logs
 from run_folders import run_folder
 
 CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
-QUESTIONS = ("Does the claim hold?", "What was measured?", "Are my limits met?", "What does it cost?")
+QUESTIONS = (
+    "What was measured?",
+    "Is the number true?",
+    "Are my limits met?",
+    "What does it cost?",
+    "How much energy?",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,11 @@ def test_the_published_record_and_a_run_by_my_limits(audit: Path, tmp_path: Path
     assert (mine["output_tokens_per_second"], mine["verdict"]) == (11.0, "MEASURED")
     assert [one["answer"] for one in document["limits"][0]["limits"]] == ["CANNOT TELL", "NOT MET"]
     costs = {(one["of"], one["name"]): one for one in document["costs"]}
+    assert document["title"].startswith("Dossier: llama2-70b Offline on 72 × NVIDIA GB300; ")
+    million = costs["mine", "Price of a million output tokens"]
+    assert million["value"] == pytest.approx(3.6 / (11 * 3600) * 1e6)  # $3.6 an hour, 11 tokens a second
+    assert {one["about"] for one in document["costs"]} == {"cost", "energy"}
+    assert all(one["settle"] for one in document["open"] if one["kind"] == "cost")
     price = costs["mine", "Price of a request"]
     assert (price["value"], price["state"]) == (pytest.approx(0.001), "given")  # $3.6 an hour, one request a second
     assert costs["mine", "Energy of an output token, accelerators"]["value"] is None
@@ -63,7 +74,7 @@ def test_the_first_table_of_page_and_terminal_answers_the_five_questions(audit: 
     assert code == 0
     page = (tmp_path / "dossier.html").read_text()
     first = page.partition("</table>")[0]
-    for text in (*QUESTIONS, "What is not known?", "1,030,087.6 as one run", "does not hold", "No limits were given"):
+    for text in (*QUESTIONS, "What is open?", "1,030,087.6 as one run", "does not hold", "No limits were given"):
         assert text in first and text in out.partition("\n\n")[0], text
     assert [path.name for path in (tmp_path / "dossier.json", tmp_path / "dossier.html") if str(path) not in out] == []
     if any(map(shutil.which, BROWSERS)):
@@ -71,6 +82,20 @@ def test_the_first_table_of_page_and_terminal_answers_the_five_questions(audit: 
         printed = (tmp_path / "dossier.pdf").read_bytes()
         assert printed.startswith(b"%PDF") and len(printed) > 50_000
     assert call_here("report", tmp_path)[0] == 0 and (tmp_path / "dossier.html").read_text() == page
+
+
+def test_the_answers_name_units_sources_and_what_is_missing(audit: Path, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "runs", "mine", "host", "2026-01-01T00:00:00Z").path
+    (tmp_path / "limits.yaml").write_text("tpot_seconds: {p99: 9}\n")
+    flags = ("--audit", audit, "--run", run, "--slo", tmp_path / "limits.yaml", "--out", tmp_path / "out")
+    assert call_here("dossier", *flags)[0] == 0
+    page = (tmp_path / "out" / "dossier.html").read_text()
+    first = page.partition("</table>")[0]
+    assert "<title>Dossier: llama2-70b Offline on 72 × NVIDIA GB300; " in page
+    assert "azure_gb300_1m: Cost per million output tokens: $" in first
+    assert "mine: Price of a million output tokens: unknown, the price of the machine is unknown." in first
+    assert "mine: Energy of an output token, accelerators: unknown, " in first
+    assert "are needed" in first.partition("CANNOT TELL: ")[2].partition("</td>")[0]  # how many samples are missing
 
 
 def test_without_a_browser_the_page_is_there_and_one_line_says_so(audit, tmp_path, monkeypatch) -> None:

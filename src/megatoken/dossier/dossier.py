@@ -19,6 +19,7 @@ from megatoken.runs.run import Run, Verdict
 from megatoken.runs.seal import file_hashes_in, seal_state
 
 GRAVE = ("fail", "warn")
+SUBJECTS_NAMED = 3
 
 
 def dossier(
@@ -54,11 +55,14 @@ def dossier(
     ]
     claims = [{**claim, "where": claim["where"][:1]} for audit in audits for claim in audit.get("claims") or []]
     checked = [*others, *replays]
-    subjects = [*(audit["title"].removeprefix("Audit of ") for audit in others), *names]
+    subjects = list(dict.fromkeys(one["subject"] for one in measured))
+    if not subjects:
+        subjects = [audit["title"].removeprefix("Audit of ") for audit in audits]
+    more = f"; and {len(subjects) - SUBJECTS_NAMED} more" if len(subjects) > SUBJECTS_NAMED else ""
     limits = _limits(runs, asked)
     return new_document(
         "dossier",
-        title=f"Dossier: {', '.join(subjects)}",
+        title=f"Dossier: {'; '.join(subjects[:SUBJECTS_NAMED])}{more}",
         inputs=[{"input": path, "sha256": _sha256(path)} for path in inputs],
         notes=[],
         claims=claims,
@@ -132,7 +136,7 @@ def _open(
                 yield _question("check", finding["title"], finding["found"], finding["expected"], audit["title"])
     for cost in costs:
         if cost.value is None:
-            yield _question("cost", cost.name, cost.how, "", cost.of)
+            yield _question("cost", cost.name, cost.how, cost.settle, cost.of)
     for item in form["items"]:
         if item["counts_as"] == "unknown":
             yield _question("form", item["question"], item["why"] or "not answered", item["shows"])

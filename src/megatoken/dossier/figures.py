@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatoken.analysis.aggregation import aggregate_in
 from megatoken.analysis.energy import run_energy, system_energy
@@ -20,13 +20,16 @@ from megatoken.runs.run import Run
 
 MOST_ARTEFACTS = 20
 PER_TOKEN = "Energy of an output token"
+About = Literal["cost", "energy"]
+PLANS: dict[About, Callable[[Rate, Common, PowerFlags], Plan]] = {"cost": cost, "energy": energy}
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """A figure in money or energy of the run or audit ``of``; where it is unknown, ``how`` says why.
 
-    A ``headline`` is named in the answer on the first page.
+    ``about`` is "cost" or "energy"; ``settle`` says what would make an unknown figure known. A ``headline`` is named in
+    the answer on the first page.
     """
 
     of: str
@@ -36,6 +39,8 @@ class Cost:
     state: State | None
     how: str
     headline: bool = True
+    about: About = "cost"
+    settle: str = ""
 
 
 CONTENTION = ("CORE_WAIT", "DRIVER_CORE_WAIT")  # notes of a run whose result other work has reduced
@@ -48,13 +53,15 @@ def measured_by_run(run: Run) -> dict[str, Any]:
     if result.get("scenario") == "offline":
         p99s |= {"ttft_p99": None, "latency_p99": None}  # of samples that are all due at once
     names = ("model", "precision", "scenario", "data_set", "samples_completed", "output_tokens_per_second")
+    count, accelerator, machine = run_accelerators(run), accelerator_name(run), _machine(run)
     return {
         "of": run.path.name,
+        "subject": _subject([result.get(name) for name in names[:3]], count, accelerator, machine),
         **{name: result.get(name) for name in names},
         "duration_seconds": result.get("duration_seconds"),
-        "machine": _machine(run),
-        "accelerator": accelerator_name(run),
-        "accelerators": run_accelerators(run),
+        "machine": machine,
+        "accelerator": accelerator,
+        "accelerators": count,
         **{f"{name}_seconds": value for name, value in p99s.items()},
         "state": rate_state(run),
         "verdict": run.verdict,
@@ -63,6 +70,12 @@ def measured_by_run(run: Run) -> dict[str, Any]:
         "reduced_by": [one["message"] for one in result.get("notes") or () if one["code"] in CONTENTION],
         "remarks": [one["message"] for one in (*run.reasons, *run.doubts, *(result.get("notes") or ()))],
     }
+
+
+def _subject(ran: Sequence[str | None], count: int | None, accelerator: str | None, machine: str | None) -> str:
+    """Model, number format and scenario, and what they ran on: accelerators where there are any, else the machine."""
+    on = f"{count:,} × {accelerator or 'accelerators'}" if count else machine
+    return " on ".join(filter(None, (" ".join(filter(None, ran)), on)))
 
 
 def _machine(run: Run) -> str:
@@ -91,6 +104,9 @@ def measured_by_audit(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
             {
                 **common,
                 "of": audit["title"],
+                "subject": _subject(
+                    [found.workload["model"], found.workload["scenario"]], found.accelerators, accelerator, None
+                ),
                 "model": found.workload["model"],
                 "scenario": found.workload["scenario"],
                 "accelerators": found.accelerators,
@@ -108,6 +124,7 @@ def measured_by_audit(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
         {
             **common,
             "of": f"{audit['title']}: {one.get('path') or one.get('node')}",
+            "subject": _subject([one.get("benchmark"), one.get("scenario")], None, None, one.get("node")),
             "model": one.get("benchmark"),
             "scenario": one.get("scenario"),
             "accelerators": None,
@@ -124,22 +141,26 @@ def measured_by_audit(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def costs_of_run(run: Run, dollars_per_hour: float | None) -> Iterator[Cost]:
-    """The price of one of its requests on the busy machine, and the energy of its tokens."""
+    """The price of its tokens and of one of its requests on the busy machine, and the energy of its tokens."""
     of, price = run.path.name, request_price(run, dollars_per_hour)
     if price is None:
-        why = "the price of the machine is unknown; give --dollars-per-hour"
-        yield Cost(of, "Price of a request", None, "$", None, why)
+        why, settle = "the price of the machine is unknown", "its price: megatoken dossier --dollars-per-hour"
+        yield Cost(of, "Price of a million output tokens", None, "$", None, why, settle=settle)
     else:
-        yield Cost(of, "Price of a request", price.dollars, "$", price.state, price.formula)
         millions = price.dollars_per_million_output_tokens
         if millions is not None:
-            how = "the same price of an hour over the output tokens of an hour"
-            yield Cost(of, "Price of a million output tokens", millions, "$", price.state, how, headline=False)
+            how = "the price of an hour over the output tokens of an hour"
+            yield Cost(of, "Price of a million output tokens", millions, "$", price.state, how)
+        yield Cost(of, "Price of a request", price.dollars, "$", price.state, price.formula)
     for boundary, found in (("accelerators", run_energy(run.series)), ("whole system", system_energy(run.series))):
         joules = found.joules_per_output_token
         if joules is not None or boundary == "accelerators":
             state = rate_state(run) if joules is not None else None
-            yield Cost(of, f"{PER_TOKEN}, {boundary}", joules, "J", state, found.why)
+            settle = (
+                "" if joules is not None else "a run on a machine whose power can be read; megatoken doctor shows it"
+            )
+            name = f"{PER_TOKEN}, {boundary}"
+            yield Cost(of, name, joules, "J", state, found.why, about="energy", settle=settle)
 
 
 def costs_of_audit(audit: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> Iterator[Cost]:
@@ -150,12 +171,12 @@ def costs_of_audit(audit: Mapping[str, Any], measured: Sequence[Mapping[str, Any
     accelerator = measured[0]["accelerator"]
     facts = accelerator_facts(accelerator) if accelerator else None
     rate = rate_of_nodes(found, Rate(accelerator=facts.name if facts else None), of)
-    plans: list[Plan] = []
+    plans: dict[About, Plan] = {}
     try:
-        plans = [cost(rate, Common(), PowerFlags()), energy(rate, Common(), PowerFlags())]
+        plans = {about: plan(rate, Common(), PowerFlags()) for about, plan in PLANS.items()}
     except UsageError as error:
         yield Cost(of, "Cost of a million output tokens", None, "$", None, str(error))
-    for plan in plans:
+    for about, plan in plans.items():
         for place, result in enumerate(plan.results):
             unit = "$" if result.unit == "$/million output tokens" else result.unit
-            yield Cost(of, result.name, result.value, unit, result.state, result.formula, headline=not place)
+            yield Cost(of, result.name, result.value, unit, result.state, result.formula, not place, about)

@@ -45,7 +45,7 @@ def dossier_view(document: Document) -> View:
         section("What was measured", _measured(measured), _remarks(measured)),
         section("Limits", *_limits(limits)),
         section("Cost and energy", _costs(costs)),
-        section("What is not known", _open(opened)),
+        section("What is open", _open(opened)),
         section(form.text("title", "Checklist"), _form(form)),
         section("Claims that do not hold", claims_table([one for one in claims if one.text("answer") == WRONG])),
         section("Claims that hold", _right(claims)),
@@ -68,17 +68,20 @@ _LINES = (("\u00a0", "", ""), ("\u00a0", "", ""))
 
 
 def _answers(document: Document) -> Table:
-    """The five questions of a decision maker, each with a badge and a sentence."""
+    """What was measured, then the five questions of a decision maker, each with a badge and a few sentences."""
+    costs = document.parts("costs")
+    sources = len({one.text("of") for one in costs})
     rows = (
-        ("Does the claim hold?" if document.parts("claims") else "Is the number true?", *_holds(document)),
         ("What was measured?", *_what(document.parts("measured"))),
+        ("Is the number true?", *_holds(document)),
         ("Are my limits met?", *_met(document.parts("limits"))),
-        ("What does it cost?", *_price(document.parts("costs"))),
-        ("What is not known?", *_unknown(document.parts("open"))),
+        ("What does it cost?", *_figures([one for one in costs if not _of_energy(one)], sources)),
+        ("How much energy?", *_figures([one for one in costs if _of_energy(one)], sources)),
+        ("What is open?", *_unknown(document.parts("open"))),
     )
     heads = {"Question": 21, "Answer": 23, "In short": 56}
     columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
-    return Table("Five answers", columns, tuple(((Words(row[0], "strong"),), *row[1:]) for row in rows), stacked=True)
+    return Table("In one minute", columns, tuple(((Words(row[0], "strong"),), *row[1:]) for row in rows), stacked=True)
 
 
 def _holds(document: Document) -> tuple[Cell, Cell]:
@@ -87,15 +90,10 @@ def _holds(document: Document) -> tuple[Cell, Cell]:
     fails = [one for one in document.parts("checks") if one.text("severity") == "fail"]
     words: list[Part] = []
     badges: list[Part] = []
-    for answer, badge in ANSWERS.items():
-        if counts[answer]:
-            badges.append(Badge(f"{counts[answer]} of {len(claims)}: {badge.word}", badge.tone))
-    wrong = [claim for claim in claims if claim.text("answer") == WRONG]
-    words += [Words(f"“{claim.text('text')}” is {right_value(claim)}.") for claim in wrong[:CLAIMS_NAMED]]
-    if (more := len(wrong) - CLAIMS_NAMED) > 0:
-        words.append(Words(f"and {more} more that {'does' if more == 1 else 'do'} not hold."))
-    if claims and not wrong:
-        words.append(Words("No claim is shown to be wrong."))
+    if fails:
+        badges.append(Badge(count_of(len(fails), "failed check"), "bad"))
+        titles = [f"“{one.text('title')}”" for one in fails]
+        words.append(Words(f"Failed checks: {some([*dict.fromkeys(titles)])}."))
     replayed = sum(int(count) for one in document.parts("replays") for count in one.part("counts").values.values())
     if replayed:
         broken = sum(int(one.part("counts").number("fail") or 0) for one in document.parts("replays"))
@@ -105,10 +103,15 @@ def _holds(document: Document) -> tuple[Cell, Cell]:
             badges.append(Badge("agrees with its raw data", "good"))
     if not claims:
         words.append(Words("No published claim was given; megatoken audit --claims checks them."))
-    if fails:
-        badges.append(Badge(count_of(len(fails), "failed check"), "bad"))
-        titles = [f"“{one.text('title')}”" for one in fails]
-        words.append(Words(f"Failed checks: {some([*dict.fromkeys(titles)])}."))
+    for answer, badge in ANSWERS.items():
+        if counts[answer]:
+            badges.append(Badge(f"{counts[answer]} of {count_of(len(claims), 'claim')}: {badge.word}", badge.tone))
+    wrong = [claim for claim in claims if claim.text("answer") == WRONG]
+    words += [Words(f"Claim “{claim.text('text')}”: {right_value(claim)}.") for claim in wrong[:CLAIMS_NAMED]]
+    if (more := len(wrong) - CLAIMS_NAMED) > 0:
+        words.append(Words(f"and {count_of(more, 'more claim does', 'more claims do')} not hold."))
+    if claims and not wrong:
+        words.append(Words("No claim is shown to be wrong."))
     return tuple(badges), tuple(words)
 
 
@@ -136,13 +139,11 @@ def _state(one: Document) -> Iterator[Badge]:
 
 def _measurement(one: Document) -> str:
     """Rate, model, scenario and machine of one measurement in one sentence."""
-    count, accelerator = one.number("accelerators"), one.text("accelerator")
-    machine = f"{count:,.0f} × {accelerator or 'accelerators'}" if count else one.text("machine")
-    ran = " ".join(filter(None, (one.text("model"), one.text("precision"), one.text("scenario"))))
     label = f" ({one.text('label')})" if one.text("label") else ""
     together = one.number("if_together")
     more = f"; {precise(together)} as one run, had all nodes started together" if together is not None else ""
-    return f"{precise(one.number('output_tokens_per_second'))} output tokens/s{label}: {ran} on {machine}{more}."
+    ran = one.text("subject", one.text("of"))
+    return f"{precise(one.number('output_tokens_per_second'))} output tokens/s{label}: {ran}{more}."
 
 
 def _met(limits: Sequence[Document]) -> tuple[Cell, Cell]:
@@ -162,28 +163,45 @@ def _met(limits: Sequence[Document]) -> tuple[Cell, Cell]:
 
 
 def _limit(one: Document) -> str:
-    """A limit with the value that was found."""
+    """A limit with the value that was found; one that cannot be judged with why."""
     found, unit = one.number("found"), one.text("unit")
+    why = f": {one.text('why')}" if one.text("answer") == Answer.CANNOT_TELL and one.text("why") else ""
     if found is None:
-        return one.text("label")
+        return f"{one.text('label')}{why}"
     amounts = [
         f"${precise(value)}" if unit == "$" else f"{precise(value)} {unit}" for value in (found, one.number("limit"))
     ]
-    return f"{one.text('label')} is {amounts[0]} (limit {amounts[1]})"
+    return f"{one.text('label')} is {amounts[0]} (limit {amounts[1]}){why}"
 
 
-def _price(costs: Sequence[Document]) -> tuple[Cell, Cell]:
+def _of_energy(one: Document) -> bool:
+    return one.text("about") == "energy"
+
+
+def _figures(costs: Sequence[Document], sources: int) -> tuple[Cell, Cell]:
+    """The headlines among figures of cost or of energy, and why others are unknown; with their sources if several."""
     known = [one for one in costs if one.number("value") is not None]
+    unknown = [
+        Words(f"{_of_source(one, sources)}{one.text('name')}: unknown, {one.text('how')}.")
+        for one in costs
+        if one.number("value") is None
+    ]
     if not known:
-        why = costs[0].text("how") if costs else "nothing with a price was given"
-        return Badge("unknown", "quiet"), f"{why[:1].upper()}{why[1:]}."
-    states = dict.fromkeys(one.text("state") for one in known)
-    badges = tuple(badge for state in states if isinstance(badge := state_cell(state), Badge))
+        return Badge("unknown", "quiet"), tuple(unknown) or "The inputs state no figure."
     named = [one for one in known if one.flag("headline")]
-    words = [Words(f"{one.text('name')}: {_amount(one)} ({one.text('state')}).") for one in named[:COSTS_NAMED]]
+    states = dict.fromkeys(one.text("state") for one in named)
+    badges = tuple(badge for state in states if isinstance(badge := state_cell(state), Badge))
+    words = [
+        Words(f"{_of_source(one, sources)}{one.text('name')}: {_amount(one)} ({one.text('state')}).")
+        for one in named[:COSTS_NAMED]
+    ]
     if len(named) > COSTS_NAMED:
         words.append(Words(f"and {len(named) - COSTS_NAMED} more"))
-    return badges, tuple(words)
+    return badges, (*words, *unknown[:COSTS_NAMED])
+
+
+def _of_source(one: Document, sources: int) -> str:
+    return f"{one.text('of').removeprefix('Audit of ')}: " if sources > 1 else ""
 
 
 def _amount(one: Document) -> str:
@@ -288,7 +306,7 @@ def _open(opened: Sequence[Document], most: int = 0) -> Table:
     notes = [f"{more:,} more open questions."] if more else []
     if of_form:
         notes.append(f"Of the checklist {count_of(of_form, 'question is', 'questions are')} open too.")
-    return Table("What is not known", columns, rows, stacked=True, note=" ".join(notes))
+    return Table("What is open", columns, rows, stacked=True, note=" ".join(notes))
 
 
 def _right(claims: Sequence[Document]) -> Table:
