@@ -33,12 +33,7 @@ ROWS = (1, 4, 8, 16, 32, 64)
 DISTINCT_BYTES = 2**29
 CANDIDATES = (
     *LAUNCHES,
-    *(Launch(1, 1, 16, 4), Launch(1, 2, 8, 3), Launch(1, 2, 4, 6), Launch(1, 2, 16, 4)),
-    *(Launch(1, 4, 4, 4), Launch(1, 4, 16, 3), Launch(1, 4, 16, 4), Launch(1, 5, 16, 3)),
-    *(Launch(1, 7, 4, 3), Launch(1, 7, 8, 2)),
-    *(Launch(2, 1, 8, 4), Launch(2, 2, 4, 4), Launch(2, 4, 8, 3)),
-    *(Launch(4, 2, 4, 4), Launch(4, 4, 8, 2)),
-    *(Launch(8, 1, 8, 2), Launch(8, 2, 8, 2), Launch(8, 4, 4, 2)),
+    *(Launch(1, 2, 8, 4), Launch(1, 4, 8, 3), Launch(4, 4, 8, 2), Launch(8, 4, 4, 2)),
 )
 EXPANSIONS = (EXPANSION, Launch(1, 1, 8, 2), Launch(1, 1, 4, 4), Launch(1, 1, 16, 2), Launch(1, 1, 4, 2))
 

@@ -123,13 +123,13 @@ def test_the_expansion_has_the_bytes_of_a_weight_that_is_expanded_when_it_is_loa
     ("group", "launch", "rows", "columns", "tokens"),
     [
         (16, EXPANSION, 16, 64, 1),
-        (16, LAUNCHES[1], 32, 2624, 8),
+        (16, LAUNCHES[2], 32, 2624, 8),
         (32, EXPANSION, 48, 704, 3),
         (16, LAUNCHES[1], 64, 1152, 11),
         (32, LAUNCHES[-1], 32, 128, 64),
         (32, LAUNCHES[-1], 64, 320, 65),
-        (16, Launch(1, 5, 16, 3), 80, 2624, 8),
-        (32, LAUNCHES[0], 64, 704, 3),
+        (16, LAUNCHES[0], 80, 2624, 8),
+        (32, LAUNCHES[4], 64, 704, 9),
     ],
 )
 def test_products_are_those_of_the_decoded_weight(
@@ -173,11 +173,13 @@ def test_rows_in_another_order(build: Build) -> None:
 
 def test_the_launch_of_few_tokens_deals_tiles_evenly() -> None:
     """Those that were the fastest for the products of 70B on an H200, and for a weight that is too small for it."""
-    for outputs, output_tiles in ((57344, 4), (10240, 1), (8192, 2), (16, 1), (48, 1)):
+    for outputs, output_tiles in ((57344, 2), (10240, 5), (8192, 4), (16, 1), (48, 1)):
         assert choose(8, outputs // 16, 132).output_tiles == output_tiles
+    for outputs, output_tiles in ((57344, 4), (10240, 2), (8192, 4), (48, 1)):
+        assert choose(16, outputs // 16, 132).output_tiles == output_tiles
     for tokens, token_tiles in ((1, 1), (9, 2), (17, 4), (33, 8), (65, 8)):
         assert choose(tokens, 640, 132).token_tiles == token_tiles
-    assert choose(16, 3, 132) == LAUNCHES[3]._replace(output_tiles=1)
+    assert choose(64, 3, 132) == LAUNCHES[-1]._replace(output_tiles=1)
 
 
 def test_what_does_not_fit() -> None:

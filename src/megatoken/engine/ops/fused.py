@@ -99,7 +99,7 @@ def _launch_add_rms_norm(
     block = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(rows,)](
         delta_TD, residual_TD, weight_D, scale, out, out_scale, float(epsilon), hidden, block,
-        nvrtc.overlaps(out.device), num_warps=warps or min(max(block // 1024, 1), 16),
+        nvrtc.overlaps(out.device, rows), num_warps=warps or min(max(block // 1024, 1), 16),
     )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def silu_mul(
     if interleaved is None:
         _silu_mul_kernel[(grid,)](gate_up_T2F, scale, out, width // 2, block, num_warps=warps)
     else:
-        overlaps = nvrtc.overlaps(out.device)
+        overlaps = nvrtc.overlaps(out.device, rows)
         _silu_mul_interleaved_kernel[(grid,)](
             gate_up_T2F, scale, out, width // 2, block, *interleaved, overlaps, num_warps=warps
         )

@@ -13,14 +13,18 @@ from torch import Tensor
 
 from megatoken.errors import CapacityError
 
-OVERLAPPING = False
-"""Whether a kernel may start while the one before it still runs, where both are written for that."""
+_OVERLAPPING_TOKENS = 8
+"""Most tokens of a step in which kernels overlap: products of more do not gain by it."""
+
+
+def overlaps(device: torch.device, tokens: int) -> bool:
+    """Whether a kernel of so many tokens may start while the one before it runs, where both are written for that."""
+    return tokens <= _OVERLAPPING_TOKENS and device.type == "cuda" and _can_overlap(device)
 
 
 @lru_cache
-def overlaps(device: torch.device) -> bool:
-    """Whether kernels on a device do."""
-    return OVERLAPPING and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def _can_overlap(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @lru_cache

@@ -54,12 +54,14 @@ class Launch(NamedTuple):
 
 
 LAUNCHES = (
-    *(Launch(1, 4, 8, 3), Launch(1, 2, 8, 4), Launch(1, 1, 8, 4)),
-    *(Launch(2, 2, 8, 3), Launch(4, 2, 8, 3), Launch(8, 2, 4, 3)),
+    *(Launch(1, 5, 16, 3), Launch(1, 4, 16, 3), Launch(1, 2, 8, 3), Launch(1, 1, 8, 4)),
+    *(Launch(2, 4, 8, 3), Launch(2, 2, 8, 3), Launch(4, 2, 8, 3), Launch(8, 2, 4, 3)),
 )
-"""For up to 8, 16, 32 and any number of tokens; of the same tokens those with fewer instructions for a weight first."""
-_LEAST_WARPS = 16
-"""Of a multiprocessor, so that enough weights are on their way to it."""
+"""For up to 8, 16, 32 and any number of tokens; the first of several that are equally good is taken."""
+_WHOLE = 16
+"""Warps of a program that takes a whole multiprocessor: its end is idle if another follows."""
+_SINGLE_TILE = 1.2
+"""What a tile takes in a program of one tile, in those of more: it shares its inputs with none."""
 EXPANSION = Launch(1, 1, 8, 4)
 
 
@@ -161,7 +163,7 @@ class PackedTiles:
         tensors = (self.codes, self.scales, self.factor_N, x_TK, x_scale, bias_N, out)
         shared_bytes = config.shared_bytes(self.group)
         arguments = (*tensors, tokens, outputs, depth)
-        overlapping = nvrtc.overlaps(x_TK.device) if overlapping is None else overlapping
+        overlapping = nvrtc.overlaps(x_TK.device, tokens) if overlapping is None else overlapping
         nvrtc.launch(kernel, grid, 32 * config.warps, shared_bytes, arguments, x_TK.device, overlapping)
         return out
 
@@ -205,15 +207,22 @@ def _tiled_scales(bytes_NG: Tensor, tiles: int) -> Tensor:
 
 
 def choose(tokens: int, output_tiles: int, processors: int) -> Launch:
-    """The launch for a weight: the one whose fullest multiprocessor has the fewest tiles, and warps enough."""
+    """The launch for a weight: the one whose fullest multiprocessor has the least to do."""
     token_tiles = next((one.token_tiles for one in LAUNCHES if tokens <= 8 * one.token_tiles), LAUNCHES[-1].token_tiles)
-    candidates = [one.of(output_tiles) for one in LAUNCHES if one.token_tiles == token_tiles]
+    candidates = [one for one in LAUNCHES if one.token_tiles == token_tiles]
 
     def most_programs(launch: Launch) -> int:
         return -(-output_tiles // launch.output_tiles // processors)
 
-    busy = [one for one in candidates if most_programs(one) * one.warps >= _LEAST_WARPS]
-    return min(busy or candidates[-1:], key=lambda one: most_programs(one) * one.output_tiles)
+    def work(launch: Launch) -> float:
+        return most_programs(launch) * (launch.output_tiles if launch.output_tiles > 1 else _SINGLE_TILE)
+
+    fitting = [
+        one
+        for one in candidates
+        if output_tiles % one.output_tiles == 0 and (one.warps < _WHOLE or most_programs(one) == 1)
+    ]
+    return min(fitting or [candidates[-1].of(output_tiles)], key=work)
 
 
 @lru_cache

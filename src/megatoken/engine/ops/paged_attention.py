@@ -369,6 +369,6 @@ def decode_attention(
         _merge_kernel[(sequences * heads,)](
             partial, lengths_B, out_BHE, value_scale, piece, splits,
             H=heads, K=kv_heads, E=head_dim, WINDOW=window or 0, BLOCK_E=block_e, BLOCK_SPLITS=MAX_SPLITS,
-            OVERLAPS=nvrtc.overlaps(out_BHE.device),
+            OVERLAPS=nvrtc.overlaps(out_BHE.device, sequences),
         )  # fmt: skip
     return out_BHE
