@@ -143,7 +143,7 @@ def test_undecided_weights_stay_packed_only_where_they_do_not_fit(tmp_path: Path
         config, plan = settled(None, memory_bytes)
         assert config.packed_weights == plan.packed_weights == packed
         assert plan == settled(packed, memory_bytes)[1]
-    with pytest.raises(CapacityError, match="does not fit"):
+    with pytest.raises(CapacityError, match="does not fit: packed weights "):
         settled(None, taken[1] - 1)
     on_a_gpu.setattr(packed_product, "obstacle", lambda chosen: "no compiler")
     assert not settled(None)[1].packed_weights
@@ -173,7 +173,7 @@ def test_weights_that_are_expanded_are_counted_so(tmp_path: Path, on_a_gpu: pyte
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_other_precisions_are_refused(precision: str) -> None:
-    with pytest.raises(ConfigError, match=f"packed_weights in precision {precision}"):
+    with pytest.raises(ConfigError, match=f"packed_weights in precision {precision}.*take --precision fp8, or leave"):
         scheme_of(EngineConfig(precision, packed_weights=True))
 
 

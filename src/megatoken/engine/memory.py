@@ -265,8 +265,9 @@ def plan_memory_of(
     if plan.total_bytes > available:
         limit = "" if config.memory_bytes is None else ", or raise memory_bytes"
         sharing = ", or raise engine.tensor_parallel, with as many GPUs to a node" if device.startswith("cuda") else ""
+        kind = "packed weights" if scheme.stays_packed else "weights"
         raise CapacityError(
-            f"{model.name} in {config.precision} does not fit: weights {_gigabytes(weights)} + "
+            f"{model.name} in {config.precision} does not fit: {kind} {_gigabytes(weights)} + "
             f"cache {_gigabytes(plan.cache_bytes)} + workspace {_gigabytes(workspace)} + "
             f"process {_gigabytes(process)} = {_gigabytes(plan.total_bytes)}, "
             f"available {_gigabytes(available)}; take a smaller model, precision, cache_tokens, max_batched_tokens or "

@@ -31,7 +31,7 @@ def find_scheme(precision: str, fp8_scales: str | None = None, *, packed: bool =
         if not schemes:
             raise ConfigError(
                 f"packed_weights in precision {precision}: on a GPU four-bit weights stay packed in precision fp8 with "
-                "fp8_scales tensor alone; leave packed_weights on null"
+                "fp8_scales tensor alone; take --precision fp8, or leave packed_weights on null"
             )
     for scheme in schemes:
         if fp8_scales in (None, scheme.fp8_scales or "tensor"):
