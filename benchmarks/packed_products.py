@@ -24,6 +24,7 @@ from gpu_measuring import (
     write_report,
 )
 from megatoken.engine.config import SHAPES
+from megatoken.engine.ops import nvrtc
 from megatoken.engine.ops.packed_product import EXPANSION, LAUNCHES, Launch, PackedTiles
 from megatoken.errors import MegatokenError
 from megatoken.hardware.qualify.gpu_timing import DEVICE, gaussian_e4m3
@@ -77,7 +78,9 @@ def products(weights: list[PackedTiles], rows: int) -> dict[str, float]:
     output_tiles = len(weights[0].codes)
     candidates = [one for one in CANDIDATES if one.token_tiles == tokens and one.of(output_tiles) == one]
     times = {name(launch): time(launch, False) for launch in candidates}
-    return times | {f"{name(launch)} overlapping": time(launch, True) for launch in candidates}
+    if nvrtc.overlaps(DEVICE, rows):
+        times |= {f"{name(launch)} overlapping": time(launch, True) for launch in candidates}
+    return times
 
 
 def fp8_products(outputs: int, depth: int, rows: int) -> float:

@@ -136,7 +136,7 @@ def scenario(
     data_set = load_lengths(Path(lengths), vocabulary_size=100, max_length=1000)
     if rules_seconds is not None:
         shorten_rounds(pytest.MonkeyPatch(), len(data_set.requests), rules_seconds)
-    settings = RunConfig(**{"out": out, "warm_up_seconds": 0.05, **config})
+    settings = RunConfig(**{"out": out, "warm_up_seconds": 0.05, "precision": "bf16", **config})
     serving = QueueingTarget(*queueing) if queueing else PacedTarget(**target)
     facts = {"model": "paced", "precision": "bf16", "weights": "paced", "memory_plan": {"pages": 8}}
     facts["notes"] = [reason("RULES_SCOPE", not_judged="model and data set")] if settings.rules else []

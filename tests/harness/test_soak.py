@@ -242,7 +242,7 @@ def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: list[object]
 ) -> None:
     monkeypatch.setitem(ENVIRONMENT, "CXX", "no-such-compiler")
-    with started("soak", "--duration", "1h", *load, "--out", tmp_path) as process:
+    with started("soak", "--duration", "1h", *load, "--precision", "bf16", "--out", tmp_path) as process:
         path = reached(tmp_path, 1.0, process)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=TIMEOUT_SECONDS)

@@ -21,6 +21,10 @@ from megatoken.runs.run import Run
 MOST_ARTEFACTS = 20
 PER_TOKEN = "Energy of an output token"
 About = Literal["cost", "energy"]
+UNKNOWN: dict[About, tuple[str, str]] = {
+    "cost": ("Cost of a million output tokens", "$"),
+    "energy": (PER_TOKEN, "J"),
+}
 PLANS: dict[About, Callable[[Rate, Common, PowerFlags], Plan]] = {"cost": cost, "energy": energy}
 
 
@@ -171,12 +175,13 @@ def costs_of_audit(audit: Mapping[str, Any], measured: Sequence[Mapping[str, Any
     accelerator = measured[0]["accelerator"]
     facts = accelerator_facts(accelerator) if accelerator else None
     rate = rate_of_nodes(found, Rate(accelerator=facts.name if facts else None), of)
-    plans: dict[About, Plan] = {}
-    try:
-        plans = {about: plan(rate, Common(), PowerFlags()) for about, plan in PLANS.items()}
-    except UsageError as error:
-        yield Cost(of, "Cost of a million output tokens", None, "$", None, str(error))
-    for about, plan in plans.items():
+    for about, make in PLANS.items():
+        try:
+            plan = make(rate, Common(), PowerFlags())
+        except UsageError as error:
+            name, unit = UNKNOWN[about]
+            yield Cost(of, name, None, unit, None, str(error), about=about)
+            continue
         for place, result in enumerate(plan.results):
             unit = "$" if result.unit == "$/million output tokens" else result.unit
             yield Cost(of, result.name, result.value, unit, result.state, result.formula, not place, about)

@@ -17,7 +17,7 @@ def settle_fastest(source: Checkpoint | RandomWeights, config: EngineConfig) -> 
 
     It is faster on a processor without instructions for bf16, which widens each value before it multiplies. Quantized
     weights stay as they are: they are smaller in bf16. Weights and cache in fp32 take twice the memory; where that
-    would shorten the context or run fewer requests at once, bf16 stays.
+    would shorten the context or make the cache hold fewer tokens, bf16 stays.
 
     Raises:
         ConfigError, CapacityError: as ``settle``.
@@ -29,6 +29,6 @@ def settle_fastest(source: Checkpoint | RandomWeights, config: EngineConfig) -> 
         in_fp32, larger = settle(source, replace(config, precision="fp32"))
     except CapacityError:
         return settled, memory
-    if larger.max_length < memory.max_length or larger.max_sequences < memory.max_sequences:
+    if larger.max_length < memory.max_length or larger.cache_tokens < memory.cache_tokens:
         return settled, memory
     return in_fp32, larger

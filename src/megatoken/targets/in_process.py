@@ -65,7 +65,9 @@ class InProcessBackend:
             from megatoken.engine.device import settle  # imports PyTorch, which a simulated rack does without
             from megatoken.hardware.precision import settle_fastest
 
-            settle_here = settle if config.precision else settle_fastest
+            # a lone sequence is bound by reading the weights, which are half as large in bf16
+            alone = config.scenario == "singlestream"
+            settle_here = settle if config.precision or alone else settle_fastest
             settled, memory = settle_here(source, config.engine_config())
             chosen = config.precision is None and settled.precision != DEFAULT_PRECISION
             config = self._config = config.model_copy(update={"precision": settled.precision})

@@ -38,7 +38,7 @@ def require_contiguous(*tensors: Tensor | None) -> None:
 
 @triton.jit
 def let_next_start(OVERLAPS: tl.constexpr):
-    """The kernel after this one, if it waits for this one's results itself."""
+    """Let the next kernel start before this one has ended; that kernel must wait for this one's results itself."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
 

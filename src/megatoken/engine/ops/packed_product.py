@@ -148,7 +148,8 @@ class PackedTiles:
         bias_N: Tensor | None,  # bf16
         out_TN: Tensor | None = None,
         config: Launch | None = None,  # its output tiles divide those of the weight; None: ``launch_on``
-        overlapping: bool | None = None,  # whether weights may be copied before the kernels before this one have ended
+        overlapping: bool
+        | None = None,  # whether to copy weights, which are older, before the kernel in front of this one has ended
     ) -> Tensor:
         """``x W^T + b``, bf16 [T, N]: sums in fp32, in the order of its launch. Raises CapacityError: no launch."""
         (tokens, depth), (outputs, _) = x_TK.shape, self.sides
@@ -182,21 +183,21 @@ def _tiled_codes(codes_NK: Tensor) -> Tensor:
     rows, tiles = codes_NK.shape[0] // OUTPUTS, codes_NK.shape[1] // DEPTH
     # Half of a tile and output in it; tile, lane, word, pair of inputs in the word, input of the pair.
     parts = codes_NK.view(rows, 2, 8, tiles, 4, 4, 2, 2).permute(0, 3, 2, 4, 5, 7, 6, 1).flip(7)
-    return _interleaved(pack(parts.reshape(-1, 8)).view(rows, tiles, 8, 4, 4, 4))
+    return _kernel_bits(pack(parts.reshape(-1, 8)).view(rows, tiles, 8, 4, 4, 4))
 
 
 def _untiled_codes(codes: Tensor) -> Tensor:
     """The inverse."""
-    parts = unpack(_divided(codes).view(-1, 4), 8).view(*codes.shape[:5], 2, 2, 2).flip(7)
+    parts = unpack(_plain_bits(codes).view(-1, 4), 8).view(*codes.shape[:5], 2, 2, 2).flip(7)
     return parts.permute(0, 7, 2, 1, 3, 4, 6, 5).reshape(len(codes) * OUTPUTS, codes.shape[1] * DEPTH)
 
 
-def _interleaved(bytes_: Tensor) -> Tensor:
+def _kernel_bits(bytes_: Tensor) -> Tensor:
     """Of two codes in each byte: the first's sign and magnitude where one mask of the kernel takes both."""
     return bytes_ & 0x80 | bytes_ >> 3 & 0x0E | (bytes_ & 0x07) << 4 | bytes_ >> 3 & 0x01
 
 
-def _divided(bytes_: Tensor) -> Tensor:
+def _plain_bits(bytes_: Tensor) -> Tensor:
     """The inverse."""
     return bytes_ & 0x80 | (bytes_ & 0x0E) << 3 | bytes_ >> 4 & 0x07 | (bytes_ & 0x01) << 3
 

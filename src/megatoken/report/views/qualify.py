@@ -28,7 +28,7 @@ MEANING = {
     "PASS": "no value failed",
     "MARGINAL": "a value is slightly worse than its reference, or worse but noisy",
     "FAIL": "a fault was found",
-    "NO REFERENCE": "no error was found; no speed could be judged, so keep this file as the machine's --baseline",
+    "NO REFERENCE": "no error was found, and no speed could be judged; keep the file of a full run as the machine's --baseline",
     "NOT RUN": "a whole test did not run",
 }
 KNOWN = ("answer", "verdict", "tests", "complete", "set", "device", "seconds", "machine", "comparison", "parts")
@@ -66,8 +66,7 @@ def _judged(tests: list[Document]) -> str:
     counts = sum(value.text("better") == "zero" for value in values)
     speeds = [value for value in values if value.text("better") in ("higher", "lower")]
     judged = sum(value.text("verdict") != "NO REFERENCE" for value in speeds)
-    rest = f", {len(speeds) - judged} have NO REFERENCE" if len(speeds) > judged else ""
-    return f"judged: {count_of(counts, 'error count')} and {judged} of {count_of(len(speeds), 'speed')}{rest}"
+    return f"judged: {count_of(counts, 'error count')} and {judged} of {count_of(len(speeds), 'speed')}"
 
 
 def _badge(verdict: str) -> Badge:
