@@ -149,7 +149,7 @@ class PackedTiles:
         out_TN: Tensor | None = None,
         config: Launch | None = None,  # its output tiles divide those of the weight; None: ``launch_on``
         overlapping: bool
-        | None = None,  # whether to copy weights, which are older, before the kernel in front of this one has ended
+        | None = None,  # copy weights, which are older, while the kernel before runs
     ) -> Tensor:
         """``x W^T + b``, bf16 [T, N]: sums in fp32, in the order of its launch. Raises CapacityError: no launch."""
         (tokens, depth), (outputs, _) = x_TK.shape, self.sides

@@ -28,7 +28,7 @@ MEANING = {
     "PASS": "no value failed",
     "MARGINAL": "a value is slightly worse than its reference, or worse but noisy",
     "FAIL": "a fault was found",
-    "NO REFERENCE": "no error was found, and no speed could be judged; keep the file of a full run as the machine's --baseline",
+    "NO REFERENCE": "no error was found, no speed could be judged; keep the file of a full run as the --baseline",
     "NOT RUN": "a whole test did not run",
 }
 KNOWN = ("answer", "verdict", "tests", "complete", "set", "device", "seconds", "machine", "comparison", "parts")
