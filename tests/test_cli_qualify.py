@@ -23,7 +23,8 @@ def test_a_qualification_prints_the_answer_and_saves_document_and_page(tmp_path:
     assert "<html" in out_file.with_suffix(".html").read_text()
     assert not [path for path in tmp_path.iterdir() if path.name != "new"]  # the disk's file is gone
 
-    code, out, err = call_here("qualify", "--tests", "facts", "--baseline", out_file, "--json", "--out", out_file)
+    again = ("--json", "--out", tmp_path / "again.json")
+    code, out, err = call_here("qualify", "--tests", "facts", "--baseline", out_file, *again)
     assert code == 0
     values = [value for test in json.loads(out)["tests"] for value in test["values"]]
     assert [value["verdict"] for value in values] in (["PASS"], ["MARGINAL"], ["NOT RUN"])
@@ -43,6 +44,14 @@ def test_wrong_flags_are_refused_before_a_test_runs(flags: tuple[str, ...], word
     assert (code, out) == (2, "")
     assert words in err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_baseline_is_not_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "qualify.json"
+    file.write_text("{}")
+    code, _, err = call_here("qualify", "--tests", "facts", "--baseline", file, "--out", file)
+    assert (code, file.read_text()) == (2, "{}")
+    assert "the new result would replace it" in err
 
 
 def test_a_file_that_is_no_qualification_is_not_overwritten(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from megatoken.hardware import doctor, precision
 from megatoken.hardware.inventory import BF16_INSTRUCTIONS, cpu, multiplies_bf16
 from megatoken.hardware.precision import settle_fastest
 from megatoken.runs.run import read_run
+from megatoken.serve.opened_engine import open_engine
+from megatoken.serve.options import ServeConfig, ServeEngineSection
 
 CPU = EngineConfig(device="cpu", threads=1)
 
@@ -48,7 +50,9 @@ def test_bf16_where_fp32_does_not_fit(cache_tokens: int | None, monkeypatch: pyt
     scarce = replace(CPU, memory_bytes=plan.total_bytes, cache_tokens=cache_tokens)
     assert settle(source, scarce)[1].max_length == plan.max_length
     assert chosen(scarce) == "bf16"
-    assert chosen(replace(scarce, memory_bytes=2 * plan.total_bytes)) == "fp32"
+    more = replace(scarce, memory_bytes=2 * plan.total_bytes)
+    assert chosen(more) == ("fp32" if cache_tokens else "bf16")  # else bf16 would hold more tokens
+    assert chosen(replace(scarce, memory_bytes=None)) == "fp32"
 
 
 def test_the_run_says_what_was_chosen_and_a_named_precision_stays(has_bf16: bool, tmp_path: Path) -> None:
@@ -67,6 +71,13 @@ def test_the_run_says_what_was_chosen_and_a_named_precision_stays(has_bf16: bool
     default = "bf16" if has_bf16 else "fp32"
     assert run("default") == (default, default, not has_bf16)
     assert run("named", "--precision", "bf16") == ("bf16", "bf16", False)
+
+
+def test_the_server_knows_what_was_chosen(has_bf16: bool) -> None:
+    engine = ServeEngineSection(device="cpu", threads=1, max_sequences=4)
+    opened = open_engine(ServeConfig(model="tiny", random_weights=True, engine=engine), lambda step: None)
+    opened.close()
+    assert opened.chosen_precision == (None if has_bf16 else "fp32")
 
 
 def test_the_doctor_says_it(has_bf16: bool, tmp_path: Path) -> None:

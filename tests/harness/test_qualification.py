@@ -95,7 +95,7 @@ def test_a_model_that_is_not_a_named_shape_has_no_prediction_and_the_run_says_wh
     flags = ("--samples", 8, "--warm-up", 0.1, "--qualify", "--engine.threads", 1)
     code, out, err = call_here("run", *flags, "--out", tmp_path / "runs")
     assert code == 0, err
-    assert "No rate predicted by qualify: only named shapes are planned" in out
+    assert "No rate predicted by qualify: it predicts named shapes only" in out
     (folder,) = (tmp_path / "runs").iterdir()
     assert "No rate predicted by qualify" in (folder / "report.html").read_text()
 

@@ -211,7 +211,7 @@ def predict_run(
     if result.get("scenario") != "offline" or "soak" in result:
         return "only an Offline rate follows from a machine; other scenarios offer their own"
     if shape is None:
-        return f"only named shapes are planned (--model 125m, say), and {result.get('model')} is none"
+        return f"it predicts named shapes only, such as --model 125m, and {result.get('model')} is not one"
     if result.get("rack_nodes") or result.get("client") or (result.get("target") or {}).get("simulated_gpu"):
         return "the run did not use the engine of this machine alone"
     names = {one.name for one in fields(EngineConfig)}

@@ -67,6 +67,8 @@ def qualify(
     if not disk.is_dir():
         raise UsageError(f"--disk {disk}: no such folder; name a folder on the disk to test")
     setting = replace(SETTINGS[device][full], folder=disk)
+    if baseline is not None and baseline.resolve() == out.resolve():
+        raise UsageError(f"--baseline {baseline}: the new result would replace it; give another file with --out")
     check_place(out, "qualify")
     if compare is not None:
         table_of(compare)

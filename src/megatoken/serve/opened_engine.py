@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatoken.engine.checkpoint import open_model
-from megatoken.engine.config import ModelConfig, model_folder
+from megatoken.engine.config import DEFAULT_PRECISION, ModelConfig, model_folder
 from megatoken.engine.process_memory import collect_garbage_rarely
 from megatoken.engine.request import Request, check_options
 from megatoken.engine.runner_protocol import RecordedSteps
 from megatoken.engine.thread import Step
 from megatoken.engine.tokenizer import Tokenizer
+from megatoken.runs.reasons import reason
 from megatoken.serve.child import Control
 from megatoken.serve.hub import SharedEngine
 from megatoken.serve.messages import EngineSizes, ServedModel
@@ -37,9 +38,12 @@ class OpenedEngine:
     sizes: EngineSizes
     check: Callable[[Request], object]
     recorded: RecordedSteps | None = None
+    chosen_precision: str | None = None  # where none was named and it is not the default
 
     def note_to(self, control: Control) -> None:
-        """Report to the log what was recorded before the first request."""
+        """Report to the log what was chosen, and recorded before the first request."""
+        if self.chosen_precision is not None:
+            control.send({"note": reason("PRECISION_CHOSEN", precision=self.chosen_precision)["message"]})
         if self.recorded is not None:
             steps, seconds, memory_bytes = self.recorded
             control.send(
@@ -54,15 +58,16 @@ def open_engine(options: ServeConfig, on_step: Callable[[Step], None]) -> Opened
     from megatoken.engine import Engine
     from megatoken.hardware.precision import settle_fastest
 
-    config = options.engine_config()
+    config, chosen = options.engine_config(), None
     if options.simulated_gpu is not None:
         engine = Engine.simulated(options.model, config, options.simulated_gpu)
     else:  # loads PyTorch
         if options.precision is None:
             source = open_model(options.model, random_weights=options.random_weights, seed=options.seed)
             config = replace(config, precision=settle_fastest(source, config)[0].precision)
+            chosen = config.precision if config.precision != DEFAULT_PRECISION else None
         engine = Engine(options.model, config, random_weights=options.random_weights, seed=options.seed)
-    return share_engine(options, engine, on_step)
+    return replace(share_engine(options, engine, on_step), chosen_precision=chosen)
 
 
 def share_engine(options: ServeConfig, engine: Engine, on_step: Callable[[Step], None]) -> OpenedEngine:

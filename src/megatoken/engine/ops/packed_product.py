@@ -148,8 +148,7 @@ class PackedTiles:
         bias_N: Tensor | None,  # bf16
         out_TN: Tensor | None = None,
         config: Launch | None = None,  # its output tiles divide those of the weight; None: ``launch_on``
-        overlapping: bool
-        | None = None,  # copy weights, which are older, while the kernel before runs
+        overlapping: bool | None = None,  # copy weights, which are older, while the kernel before runs
     ) -> Tensor:
         """``x W^T + b``, bf16 [T, N]: sums in fp32, in the order of its launch. Raises CapacityError: no launch."""
         (tokens, depth), (outputs, _) = x_TK.shape, self.sides
