@@ -7,7 +7,7 @@ r misses a wrong row of C with a probability of at most 1/2, ``CHECKS`` of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -79,21 +79,24 @@ def pattern(first: int, count: int, seed: int, device: torch.device) -> Tensor:
 
 def fill_pattern(buffer: Tensor, seed: int) -> None:
     """Write the pattern to all of ``buffer`` (int32, one dimension)."""
-    words = CHUNK_WORDS[buffer.device.type]
-    for first in range(0, len(buffer), words):
-        piece = buffer[first : first + words]
-        piece.copy_(pattern(first, len(piece), seed, buffer.device))
+    for piece, expected in _pieces(buffer, seed):
+        piece.copy_(expected)
 
 
 def wrong_words(buffer: Tensor, seed: int, *, inverted: bool = False) -> int:
     """Words of ``buffer`` that are not the pattern, or not its inverse."""
     wrong = 0
+    for piece, expected in _pieces(buffer, seed):
+        wrong += int((piece != (expected.bitwise_not_() if inverted else expected)).sum())
+    return wrong
+
+
+def _pieces(buffer: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of ``buffer``, each with the pattern that belongs there."""
     words = CHUNK_WORDS[buffer.device.type]
     for first in range(0, len(buffer), words):
         piece = buffer[first : first + words]
-        expected = pattern(first, len(piece), seed, buffer.device)
-        wrong += int((piece != (expected.bitwise_not_() if inverted else expected)).sum())
-    return wrong
+        yield piece, pattern(first, len(piece), seed, buffer.device)
 
 
 @torch.inference_mode()
