@@ -72,7 +72,7 @@ def read_one(folder: Path, kind: str, tensors: Mapping[str, Tensor], shape: tupl
     for name, tensor in stored.items():
         assert tensor.shape in expected[name].shapes
         assert tensor.dtype in expected[name].dtypes
-    return layout.read("m", shape, stored)
+    return layout.read("m", shape, stored, None)
 
 
 def assert_same(found: Tensor, values: files.Floats) -> None:

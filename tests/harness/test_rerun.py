@@ -50,7 +50,9 @@ def test_another_package_seed_and_machine_are_named(original: Path, tmp_path: Pa
     assert plan_hash(then) != plan_hash(now)
     assert {one["key"] for one in plan_differences(then, now)} == {"packages.numpy", "machine.cpu", "config.seed"}
     code, found = differences(copy, "--check")  # the seed is then that of the folder
-    assert code == 3 and set(found) == {"packages.numpy", "machine.cpu"} and found["packages.numpy"][0] == "0.9"
+    edited = {f"{part} (edited after the run)" for part in ("config", "machine", "packages")}
+    assert code == 3 and set(found) == {"packages.numpy", "machine.cpu", *edited}
+    assert found["packages.numpy"][0] == "0.9"
 
 
 def test_another_row_and_another_byte_of_a_weight_are_named(original: Path) -> None:

@@ -29,6 +29,7 @@ from megatoken.files import mapping, read_json_object
 from megatoken.harness.loadgen_plan import library_to_data_set
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.run_figures import completion_seconds, in_seconds, samples_answers, whole
+from megatoken.runs.plan_hash import changed_parts
 from megatoken.runs.run import CONFIG, ENVIRONMENT, QUALIFICATION, SERIES, Run
 from megatoken.text import count_of, is_number, precise
 
@@ -79,6 +80,7 @@ def configuration(folder: RunFolder) -> Iterator[str]:
     overlap, steps = _at(config, "engine.overlap"), _at(result, "target.steps_in_flight")
     if isinstance(overlap, bool) and steps is not ... and steps != 1 + overlap:
         yield f"target.steps_in_flight {steps}, {CONFIG} engine.overlap {overlap}"
+    yield from (f"{one['key']}: not those whose hash was stored when the run began" for one in changed_parts(run))
     yield from _subject(run)
     yield from _simulated(run)
     if not folder.on_rack:

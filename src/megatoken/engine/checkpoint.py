@@ -111,14 +111,14 @@ class Checkpoint:
         if self._stacked is not None and self._stacked.has(name):
             return self._stacked.plain(name, dtype, device)
         stored = self.tensors[name]
-        result = torch.empty(stored.shape, dtype=dtype)
+        result = torch.empty(stored.shape, dtype=dtype, device=device)
         with one_line_errors(stored.path):
-            for start, chunk in stored.chunks():
+            for start, chunk in stored.chunks(device):
                 rows = slice(start, start + len(chunk))
                 part = result.view(-1, chunk.shape[1])[rows]
                 part.copy_(chunk)
                 _check_finite(name, stored.path, part)
-        return result if device is None else result.to(device)
+        return result
 
 
 class RandomWeights:

@@ -70,15 +70,15 @@ class QuantizedTensors:
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.endswith(".weight") and name.removesuffix(".weight") in self._layouts
 
-    def stored(self, name: str) -> Fp8Weight | Packed4:
-        """One weight as stored, on the CPU.
+    def stored(self, name: str, device: torch.device | None = None) -> Fp8Weight | Packed4:
+        """One weight as stored; its large parts on ``device`` where they need no other order, the rest on the CPU.
 
         Raises:
             CheckpointError: it or a scale holds NaN, a scale is not positive, or the file changed.
         """
         module = name.removesuffix(".weight")
         with one_line_errors(self.directory):
-            return self._layouts[module].read(module, self._shape(name), self._tensors)
+            return self._layouts[module].read(module, self._shape(name), self._tensors, device)
 
     def _shape(self, name: str) -> tuple[int, int]:
         rows, columns = self._shapes[name]
@@ -123,12 +123,12 @@ class _Stored(Protocol):
 
     def __contains__(self, name: object) -> bool: ...
 
-    def stored(self, name: str) -> Fp8Weight | Packed4: ...
+    def stored(self, name: str, device: torch.device | None = None) -> Fp8Weight | Packed4: ...
 
 
 def kept_in(scheme: LinearScheme, source: _Stored, name: str, device: torch.device) -> Any | None:
     """A weight of ``source`` in the scheme's format, None if it has no such form; writes down what was expanded."""
-    kept = scheme.keep(lambda: source.stored(name).to(device)) if name in source else None
+    kept = scheme.keep(lambda: source.stored(name, device).to(device)) if name in source else None
     if kept is None:
         return None
     weight, exact = kept

@@ -16,6 +16,7 @@ from megatoken.engine.tensor_files import FETCH, StoredTensor
 from megatoken.errors import CheckpointError
 
 if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
+    import torch
     from torch import Tensor
 
     from megatoken.engine.schemes.fp8_weight import Fp8Weight
@@ -71,8 +72,11 @@ class Layout(Protocol):
         """Its tensors whose values must be positive, those of blocks left out: none, unless a layout has others."""
         return []
 
-    def read(self, module: str, shape: Shape, tensors: Tensors) -> Fp8Weight | Packed4:
-        """The weight [N, K] on the CPU; raises CheckpointError if what is stored cannot be."""
+    def read(self, module: str, shape: Shape, tensors: Tensors, device: torch.device | None) -> Fp8Weight | Packed4:
+        """The weight [N, K]; raises CheckpointError if what is stored cannot be.
+
+        What needs no other order is read straight to ``device``, the rest stays on the CPU.
+        """
 
     def groups(self, module: str, shape: Shape, tensors: Tensors) -> Groups | None:
         """Of a ``Packed4`` without ``group_K`` and ``pre_scale_K``; None for any other weight. Reads no codes."""
@@ -101,15 +105,15 @@ class Fp8Layout(Layout):
         """All."""
         return [f"{module}.weight_scale", *([f"{module}.input_scale"] if self.input_scales else ())]
 
-    def read(self, module: str, shape: Shape, tensors: Tensors) -> Fp8Weight:
+    def read(self, module: str, shape: Shape, tensors: Tensors, device: torch.device | None) -> Fp8Weight:
         """As stored."""
         import torch
 
         from megatoken.engine.schemes.fp8_weight import Fp8Weight
 
         name = f"{module}.weight"
-        values_ND = torch.empty(shape, dtype=torch.float8_e4m3fn)
-        for start, chunk in tensors[name].chunks():
+        values_ND = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+        for start, chunk in tensors[name].chunks(device):
             if (chunk.view(torch.uint8) & 0x7F).amax() == 0x7F:
                 raise CheckpointError(f"{tensors[name].path}: tensor {name!r} holds NaN; {FETCH}")
             values_ND[start : start + len(chunk)] = chunk
@@ -149,7 +153,7 @@ class Fp4Layout(Layout):
         names = [f"{module}.{name}" for name in (self.second, self.input_scale) if name is not None]
         return [name for name in names if name in present]
 
-    def read(self, module: str, shape: Shape, tensors: Tensors) -> Packed4:
+    def read(self, module: str, shape: Shape, tensors: Tensors, device: torch.device | None) -> Packed4:
         """As stored."""
         import torch
 
@@ -167,7 +171,7 @@ class Fp4Layout(Layout):
             scale = read_scale(name, tensors).item()
             largest_input = self.input_range * (1 / scale if self.divides else scale)
         return Packed4(
-            tensors[f"{module}.{self.codes}"].whole(),
+            tensors[f"{module}.{self.codes}"].whole(device),
             shape[1],
             "e2m1",
             scale_NG,
@@ -199,7 +203,7 @@ class ModelOptInt4Layout(Layout):
         }
         return expected | _pre_scale_expected(module, columns, present, source)
 
-    def read(self, module: str, shape: Shape, tensors: Tensors) -> Packed4:
+    def read(self, module: str, shape: Shape, tensors: Tensors, device: torch.device | None) -> Packed4:
         """Signed numbers become codes around 8."""
         import torch
 
@@ -240,7 +244,7 @@ class PackedInt4Layout(Layout):
             expected[name] = _declared(source, "groups of columns", (columns,), "I32", "I64")
         return expected
 
-    def read(self, module: str, shape: Shape, tensors: Tensors) -> Packed4:
+    def read(self, module: str, shape: Shape, tensors: Tensors, device: torch.device | None) -> Packed4:
         """As stored; zeros are unpacked."""
         import torch
 
@@ -302,7 +306,7 @@ class ColumnInt4Layout(Layout):
             expected[name] = _declared(source, "groups of inputs", (columns,), "I32", "I64")
         return expected
 
-    def read(self, module: str, shape: Shape, tensors: Tensors) -> Packed4:
+    def read(self, module: str, shape: Shape, tensors: Tensors, device: torch.device | None) -> Packed4:
         """Transposed into rows of outputs."""
         from megatoken.engine.schemes.packed4 import Packed4, pack
 

@@ -96,8 +96,12 @@ class StackedExperts:
         """Whether ``name`` is the weight of an expert that is stored quantised."""
         return self.packed and isinstance(name, str) and name.endswith(".weight") and self.has(name)
 
-    def stored(self, name: str) -> Packed4:
-        """One weight, on the CPU. Raises CheckpointError: it holds NaN or infinity, or the file changed."""
+    def stored(self, name: str, device: torch.device | None = None) -> Packed4:
+        """One weight, on ``device`` or the CPU.
+
+        Raises:
+            CheckpointError: it holds NaN or infinity, or the file changed.
+        """
         import torch
 
         from megatoken.engine.schemes.packed4 import Packed4
@@ -105,8 +109,8 @@ class StackedExperts:
         place = self._places[name.rpartition(".")[0]]
         blocks, scales = (self._tensors[f"{place.stored}{end}"].item(place.expert) for end in (_BLOCKS, _SCALES))
         with one_line_errors(blocks.path):
-            codes_NB = blocks.whole().flatten(1)[place.first :: place.step].contiguous()
-            scales_NG = scales.whole()[place.first :: place.step].contiguous()
+            codes_NB = blocks.whole(device).flatten(1)[place.first :: place.step].contiguous()
+            scales_NG = scales.whole(device)[place.first :: place.step].contiguous()
         if scales_NG.amax() > _LARGEST_SCALE:
             raise CheckpointError(f"{scales.path}: tensor {place.stored + _SCALES!r} holds NaN or infinity; {FETCH}")
         return Packed4(codes_NB, 2 * codes_NB.shape[1], "e2m1", scales_NG.view(torch.float8_e8m0fnu))

@@ -10,6 +10,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ _CONFIGURATION_FILES = ("config.json", "generation_config.json", "hf_quant_confi
 LARGEST_JSON_BYTES = 16 * 2**20  # of a configuration, an index or a header; parsed lists take 20 times as much memory
 _MOST_DIMENSIONS = 8
 _CHUNK_ELEMENTS = 1 << 20  # small enough to stay in cache while it is read, converted and checked
+_AHEAD_BYTES = 1 << 26  # of a chunk for a GPU, of which two are in the CPU's memory
+_READERS = 4  # threads that share one such chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset_bytes: int
 
-    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Pairs of a first row's number and some rows, [rows, last side], in stored dtype.
+    def chunks(self, device: torch.device | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """Pairs of a first row's number and some rows, [rows, last side], in stored dtype, on ``device`` or the CPU.
 
         Each chunk overwrites the one before. The file is read, not mapped: mapped pages would count as this process's
         memory.
@@ -57,7 +60,11 @@ class StoredTensor:
 
         width = self.shape[-1] if self.shape else 1
         rows, most = math.prod(self.shape) // width, max(1, _CHUNK_ELEMENTS // width)
-        buffer = torch.empty(min(rows, most), width, dtype=getattr(torch, DTYPES[self.dtype][0]))
+        dtype = getattr(torch, DTYPES[self.dtype][0])
+        if device is not None and device.type == "cuda" and rows > most:
+            yield from self._chunks_ahead(rows, width, dtype, device)
+            return
+        buffer = torch.empty(min(rows, most), width, dtype=dtype)
         raw = buffer.view(-1).view(torch.uint8).numpy().data
         with open_file(self.path) as file:
             file.seek(self.offset_bytes)
@@ -66,7 +73,44 @@ class StoredTensor:
                 piece = raw[: count * width * buffer.itemsize]
                 if file.readinto(piece) != len(piece):
                     raise CheckpointError(f"{self.path}: became shorter while it was read; {FETCH}")
-                yield start, buffer[:count]
+                yield start, buffer[:count] if device is None else buffer[:count].to(device)
+
+    def _chunks_ahead(
+        self, rows: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """The chunks of a large tensor for a GPU: several threads read the next one while one is copied and checked.
+
+        PyTorch gives out a pinned buffer again only after the copies from it have ended.
+        """
+        import torch
+
+        row_bytes = width * dtype.itemsize
+        most = max(1, _AHEAD_BYTES // row_bytes)
+        on_device = torch.empty(min(rows, most), width, dtype=dtype, device=device)
+
+        def begin(start: int) -> tuple[torch.Tensor, list[Future[None]]]:
+            buffer = torch.empty(min(rows - start, most), width, dtype=dtype, pin_memory=True)
+            raw = buffer.view(-1).view(torch.uint8).numpy().data
+            offset_bytes, part_bytes = self.offset_bytes + start * row_bytes, -(-len(raw) // _READERS)
+            parts = range(0, len(raw), part_bytes)
+            return buffer, [pool.submit(fill, raw[at : at + part_bytes], offset_bytes + at) for at in parts]
+
+        def fill(part: memoryview, offset_bytes: int) -> None:
+            while part:
+                count = os.preadv(file.fileno(), [part], offset_bytes)
+                if not count:
+                    raise CheckpointError(f"{self.path}: became shorter while it was read; {FETCH}")
+                part, offset_bytes = part[count:], offset_bytes + count
+
+        with open_file(self.path) as file, ThreadPoolExecutor(_READERS) as pool:
+            following = begin(0)
+            for start in range(0, rows, most):
+                buffer, reads = following
+                if start + most < rows:
+                    following = begin(start + most)
+                for read in reads:
+                    read.result()
+                yield start, on_device[: len(buffer)].copy_(buffer, non_blocking=True)
 
     def item(self, index: int) -> StoredTensor:
         """One of the first side."""
@@ -74,11 +118,14 @@ class StoredTensor:
         offset_bytes = self.offset_bytes + index * math.prod(shape) * DTYPES[self.dtype][1]
         return StoredTensor(self.path, self.dtype, shape, offset_bytes)
 
-    def whole(self) -> torch.Tensor:
-        """All values, in stored dtype. Raises CheckpointError if the file became shorter."""
+    def whole(self, device: torch.device | None = None) -> torch.Tensor:
+        """All values, in stored dtype, on ``device`` or the CPU. Raises CheckpointError if the file became shorter."""
         import torch
 
-        return torch.cat([chunk.clone() for _, chunk in self.chunks()]).view(self.shape)
+        result = torch.empty(self.shape, dtype=getattr(torch, DTYPES[self.dtype][0]), device=device)
+        for start, chunk in self.chunks(device):
+            result.view(-1, chunk.shape[1])[start : start + len(chunk)] = chunk
+        return result
 
     def equals(self, other: StoredTensor) -> bool:
         """Whether dtype, shape and every value are the same."""

@@ -16,6 +16,7 @@ from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.specification import contradictions, data_sheet
 from megatoken.harness.progress import Progress
 from megatoken.harness.result import run_notes
+from megatoken.runs.plan_hash import part_hashes, plan_of
 from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.run import QUALIFICATION
 from megatoken.runs.writer import RunFolder, run_name
@@ -54,13 +55,15 @@ def record(
         "rules": config.rules,
         "text": config.text,
     }
+    values = config.model_dump(mode="json")
+    plan = plan_of(values, facts, environment, facts.get("seeds") or {})
     return RunFolder.create(
         out,
         name or run_name(datetime.now(UTC), scenario, config.model),
-        config.model_dump(mode="json"),
+        values,
         environment,
         scenario=scenario,
-        facts={**facts, **common},
+        facts={**facts, **common, "plan_sha256": part_hashes(plan)},
         summarise=summarise_run,
         qualification=qualification,
     )

@@ -20,7 +20,7 @@ from megatoken.harness.prepare import Prepared, resolve
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_prepared
 from megatoken.mlperf.rounds import DEFAULT_ROUND, round_seeds
-from megatoken.runs.plan_hash import plan_differences, plan_hash, plan_of, plan_of_run
+from megatoken.runs.plan_hash import changed_parts, plan_differences, plan_hash, plan_of, plan_of_run
 from megatoken.runs.run import CONFIG, Run, read_run
 
 SPANS = 10  # of the rated time, whose rates give an interval
@@ -71,7 +71,8 @@ def _plan_now(prepared: Prepared) -> dict[str, str]:
 
 
 def _document(run: Run, then: dict[str, str], now: dict[str, str], again: Run | None) -> dict[str, Any]:
-    differences = plan_differences(then, now)
+    edited = [{**one, "key": f"{one['key']} (edited after the run)"} for one in changed_parts(run)]
+    differences = [*edited, *plan_differences(then, now)]
     rates = None if again is None else _rates(run, again)
     return new_document(
         "rerun",

@@ -49,6 +49,23 @@ def plan_hash(plan: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(sorted(plan.items()))).encode()).hexdigest()
 
 
+def part_hashes(plan: Mapping[str, str]) -> dict[str, str]:
+    """SHA-256 over each part of a plan, which a run keeps so that a later change of its files is noticed."""
+    parts: dict[str, dict[str, str]] = {}
+    for key, value in plan.items():
+        parts.setdefault(key.partition(".")[0], {})[key] = value
+    return {part: plan_hash(values) for part, values in sorted(parts.items())}
+
+
+def changed_parts(run: Run) -> list[dict[str, str | None]]:
+    """The parts of a run folder's plan that were changed after the run began, as ``plan_differences``.
+
+    None of a folder without hashes, which older versions wrote.
+    """
+    stored = run.result.get("plan_sha256")
+    return plan_differences(stored, part_hashes(plan_of_run(run))) if stored else []
+
+
 def plan_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[dict[str, str | None]]:
     """Each key under which two plans differ, with both values; None where one has no such key."""
     return [

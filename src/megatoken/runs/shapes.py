@@ -14,6 +14,7 @@ TEXTS = (
 MAPPINGS = (
     *("ttft_seconds", "tpot_seconds", "latency_seconds", "send_lag_seconds", "handover_seconds", "stages"),
     *("target", "seeds", "rack", "aggregate", "rate_search", "soak", "stability", "node_verdicts", "load", "identity"),
+    "plan_sha256",
 )
 LISTS = ("notes", "nodes", "rack_nodes", "steady_window_seconds", "changed_settings")
 NUMBERS = (  # how their names end
