@@ -44,6 +44,7 @@ NOTE = "unofficial: random weights, prompts of random ids, answers forced to the
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama2-70b")
+    parser.add_argument("--model", type=Path, help="a checkpoint of that shape (default: random weights)")
     parser.add_argument("--precision", choices=["bf16", "fp8"], default="fp8")
     parser.add_argument("--lengths", default="csv", help="IN/OUT tokens of every sample; default: the shipped lengths")
     parser.add_argument("--temperature", type=float, default=0.0, help="of every sample (default: 0, greedy)")
@@ -124,7 +125,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run once; the JSON fields."""
     with tempfile.TemporaryDirectory() as folder:
         flags: dict[str, Any] = {
-            "model": options.shape,
+            "model": str(options.model or options.shape),
             "precision": options.precision,
             "samples": str(options.samples),
             "min-duration": "0",

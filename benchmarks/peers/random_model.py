@@ -4,6 +4,7 @@ python benchmarks/peers/random_model.py llama3.1-8b FOLDER
 python benchmarks/peers/random_model.py llama3.1-8b FOLDER --fp8  # one scale a tensor
 python benchmarks/peers/random_model.py qwen3-30b-a3b FOLDER --fp8 block  # one for each 128 x 128, as Qwen's own
 python benchmarks/peers/random_model.py llama2-70b FOLDER --weights  # a checkpoint: random fp8 weights, as ModelOpt's
+python benchmarks/peers/random_model.py llama2-70b FOLDER --weights nvfp4  # the same in NVFP4
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatoken.engine.config import SHAPES, ModelConfig
 
-FP8: dict[str, dict[str, Any]] = {
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "modelopt nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
     "block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }
 
 
-def make_model_folder(model: ModelConfig, folder: Path, *, fp8: str | None = None) -> None:
+def make_model_folder(model: ModelConfig, folder: Path, *, stored: str | None = None) -> None:
     """``config.json``, and a ``tokenizer.json`` whose every id has a text of three to six letters.
 
-    With ``fp8``, a key of ``FP8``, the configuration says that the weights are stored in e4m3, which megatoken takes
-    from ``--precision``. Of mixtures, only Qwen3's are known.
+    ``stored``, a key of ``QUANTIZATIONS``: the form that the configuration gives the weights, which megatoken takes
+    from ``--precision`` where they are random. Of mixtures, only Qwen3's are known.
     """
     config: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM" if model.experts else "LlamaForCausalLM"],
@@ -59,8 +61,8 @@ def make_model_folder(model: ModelConfig, folder: Path, *, fp8: str | None = Non
             "moe_intermediate_size": model.experts.intermediate_size,
             "norm_topk_prob": model.experts.normalized,
         }
-    if fp8 is not None:
-        config["quantization_config"] = FP8[fp8]
+    if stored is not None:
+        config["quantization_config"] = QUANTIZATIONS[stored]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -74,13 +76,15 @@ def make_model_folder(model: ModelConfig, folder: Path, *, fp8: str | None = Non
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def write_weights(model: ModelConfig, folder: Path) -> None:
-    """Random weights of a dense model, linears of the layers in e4m3 with one scale each, in a file for each part.
+def write_weights(model: ModelConfig, folder: Path, form: str) -> None:
+    """Random weights of a dense model, in a file for each part; linears of the layers in e4m3 with one scale, or NVFP4.
 
     Made on a GPU if there is one; each file is written by a thread of its own.
     """
     import torch
     from safetensors.torch import save_file
+
+    from megatoken.engine.schemes.packed4 import draw
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, wide = model.hidden_size, model.intermediate_size
@@ -101,8 +105,16 @@ def write_weights(model: ModelConfig, folder: Path) -> None:
         norms = ("input_layernorm", "post_attention_layernorm")
         tensors = {f"{prefix}{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in norms}
         for name, shape in linears.items():
-            values = torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(64).clamp_(-448, 448)
-            tensors[f"{prefix}{name}.weight"] = values.to(torch.float8_e4m3fn).cpu()
+            values = torch.randn(shape, device=device, dtype=torch.bfloat16)
+            if form == "nvfp4":
+                packed = draw(values.div_(math.sqrt(shape[1])))
+                assert packed.second_N1 is not None
+                tensors[f"{prefix}{name}.weight"] = packed.codes_NB.cpu()
+                tensors[f"{prefix}{name}.weight_scale"] = packed.scale_NG.cpu()
+                tensors[f"{prefix}{name}.weight_scale_2"] = packed.second_N1[0, 0].float().cpu()
+                tensors[f"{prefix}{name}.input_scale"] = torch.tensor(8 / (448 * 6))
+                continue
+            tensors[f"{prefix}{name}.weight"] = values.mul_(64).clamp_(-448, 448).to(torch.float8_e4m3fn).cpu()
             tensors[f"{prefix}{name}.weight_scale"] = torch.tensor(1 / (64 * math.sqrt(shape[1])))
             tensors[f"{prefix}{name}.input_scale"] = torch.tensor(8 / 448)
         return tensors
@@ -131,13 +143,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--fp8", choices=list(FP8), nargs="?", const="tensor", help="state that they are stored in fp8")
-    parser.add_argument("--weights", action="store_true", help="a whole checkpoint in fp8")
+    parser.add_argument(
+        "--fp8",
+        choices=["tensor", "modelopt", "block"],
+        nargs="?",
+        const="tensor",
+        help="state that they are stored in fp8",
+    )
+    parser.add_argument("--weights", choices=["fp8", "nvfp4"], nargs="?", const="fp8", help="a whole checkpoint")
     options = parser.parse_args()
     model = SHAPES[options.shape]
-    make_model_folder(model, options.folder, fp8="modelopt" if options.weights else options.fp8)
+    whole = {"fp8": "modelopt", "nvfp4": "modelopt nvfp4"}.get(options.weights)
+    make_model_folder(model, options.folder, stored=whole or options.fp8)
     if options.weights:
-        write_weights(model, options.folder)
+        write_weights(model, options.folder, options.weights)
     return 0
 
 

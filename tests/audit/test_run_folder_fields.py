@@ -177,7 +177,10 @@ def test_a_simulation_that_every_file_names_is_no_contradiction(drawn: Path, tmp
     def named(notes: list[Reason]) -> list[Reason]:
         return [note for note in notes if note["code"] != "RANDOM_WEIGHTS"] + [reason("SIMULATED_GPU", gpu="h200")]
 
-    edits = (in_config("rack", simulated_gpu="h200"), in_result(target__simulated_gpu="H200", notes=named, plan_sha256=None))
+    edits = (
+        in_config("rack", simulated_gpu="h200"),
+        in_result(target__simulated_gpu="H200", notes=named, plan_sha256=None),
+    )
     assert not {"run_folder.configuration", "run_folder.notes"} & edited(drawn, tmp_path, *edits).keys()
 
 
