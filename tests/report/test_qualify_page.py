@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatoken.report.console import show
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.roofline import Point, roofline_chart
@@ -93,3 +94,17 @@ def test_points_under_the_roof_are_drawn_below_it() -> None:
     assert shares == ["90", "90"]
     assert "nan" not in figure.drawing
     assert all(math.isfinite(float(part)) for part in figure.drawing.split('cy="')[1].split('"')[:1])
+
+
+def test_a_compared_value_shows_the_baseline_the_difference_and_the_tolerance(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = document({"memory_read": (18.0, "GB/s"), "decode_step": (11.0, "ms")}, "Step", None)
+    for value, better, baseline in zip(one["tests"][0]["values"], ("higher", "lower"), (20.0, 10.0), strict=True):
+        value |= {"better": better, "baseline": baseline, "difference": value["median"] / baseline - 1}
+        value["tolerance"] = 0.075
+    show(checked(one, "qualify.json"))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["memory_read", "18.0", "GB/s", "20.0", "-10.0", "-7.5", "PASS"] in rows
+    assert ["Step", "11.0", "ms", "10.0", "+10.0", "+7.5", "PASS"] in rows
+    assert "Allowed" in page(document_view(checked(one, "qualify.json")))

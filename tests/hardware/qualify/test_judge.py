@@ -93,6 +93,20 @@ def test_a_baseline_allows_what_noise_explains() -> None:
     assert judge(rate(85.0), None, Earlier(100.0, 0.05), noisy=False).verdict == Verdict.PASS
 
 
+@given(st.floats(0.01, 0.75, exclude_max=True), st.floats(0.0, 0.5), st.booleans(), st.booleans())
+def test_a_value_far_behind_its_baseline_never_passes(share: float, spread: float, noisy: bool, lower: bool) -> None:
+    value = rate(2 - share if lower else share, better="lower" if lower else "higher")
+    judged = judge(value, None, Earlier(1.0, spread), noisy=noisy)
+    assert judged.verdict in ((Verdict.MARGINAL,) if noisy or 0.7125 <= share else (Verdict.FAIL, Verdict.MARGINAL))
+    assert ("repeat it on a quiet machine" in judged.reason) is noisy
+
+
+def test_noise_of_a_baseline_does_not_hide_a_steady_value_far_behind_it() -> None:
+    judged = judge(rate(70.0), None, Earlier(100.0, 0.3), noisy=False)
+    assert judged.verdict == Verdict.FAIL
+    assert judged.reason == "70.0 GB/s; the baseline had 100 GB/s, 25.0% worse is allowed"
+
+
 @given(st.floats(1.0, 1e6), st.floats(0.0, 0.2))
 def test_a_value_passes_against_itself(median: float, spread: float) -> None:
     assert judge(rate(median), None, Earlier(median, spread), noisy=False).verdict == Verdict.PASS

@@ -93,13 +93,16 @@ def test_a_slow_value_fails_against_the_baseline_of_the_same_machine(tiny: Setti
     saved.write_text(to_json(run("steady", setting=tiny)))
     (test,) = run("slow", setting=tiny, baseline=saved)["tests"]
     assert test["values"][0]["baseline"] == 100.0
+    assert test["values"][0]["difference"] == pytest.approx(-0.4)
+    assert test["values"][0]["tolerance"] >= 0.05
     if not test["values"][0]["noisy"]:  # other work on this machine
         assert test["verdict"] == "FAIL"
         assert "the baseline had 100 GB/s" in test["values"][0]["reason"]
     title = test["values"][0]["title"]
     saved.write_text(saved.read_text().replace(f'"{title}"', f'"{title}, bf16"'))
     (test,) = run("slow", setting=tiny, baseline=saved)["tests"]
-    assert test["values"][0]["baseline"] is None  # it was another measurement then
+    # it was another measurement then
+    assert all(test["values"][0][key] is None for key in ("baseline", "difference", "tolerance"))
 
 
 def test_a_slow_disk_is_named(tiny: Setting, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ IMPOSSIBLE_SHARE = 1.02
 MARGIN = 0.05
 SPREADS = 3
 """A difference from a baseline within so many spreads is noise."""
-MOST_TOLERANCE = 0.5
-"""However noisy two values are, half of the rate is no noise."""
+MOST_TOLERANCE = 0.25
+"""However noisy two values are, one that is worse than its baseline by more than this does not pass."""
 CONTENTION = 0.05
 """Share of its time that a value waited for cores, above which it counts as noisy."""
 HEADLINES = (
@@ -96,29 +96,35 @@ def judge(outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy
     if not found:
         return Judged(Verdict.NO_REFERENCE)
     judged = max(found, key=lambda one: ORDER.index(one.verdict))
-    if judged.verdict is Verdict.FAIL and noisy:
-        return Judged(Verdict.MARGINAL, f"{judged.reason}, but the value is noisy: repeat it on an idle machine")
+    if judged.verdict is not Verdict.PASS and noisy:
+        return Judged(Verdict.MARGINAL, f"{judged.reason}; the value is noisy: repeat it on a quiet machine")
     return judged
 
 
 def _against_band(value: Value, band: Band) -> Judged:
     """Better than the band is no fault; the bound decides whether it is possible."""
     limit = band.highest if value.better == "lower" else band.lowest
-    return _graded(value, limit, MARGIN, f"published values allow {number(limit)} {value.unit}")
+    return _graded(value, limit, f"published values allow {number(limit)} {value.unit}")
+
+
+def tolerance(value: Value, earlier: Earlier) -> float:
+    """Share of the baseline by which a value may be worse than it and pass."""
+    return min(MOST_TOLERANCE, max(MARGIN, SPREADS * math.hypot(value.spread, earlier.spread)))
 
 
 def _against_earlier(value: Value, earlier: Earlier) -> Judged:
-    tolerance = min(MOST_TOLERANCE, max(MARGIN, SPREADS * math.hypot(value.spread, earlier.spread)))
-    limit = earlier.median * (1 + tolerance if value.better == "lower" else 1 - tolerance)
-    return _graded(value, limit, tolerance, f"the baseline had {number(earlier.median)} {value.unit}")
+    allowed = tolerance(value, earlier)
+    limit = earlier.median * (1 + allowed if value.better == "lower" else 1 - allowed)
+    reference = f"the baseline had {number(earlier.median)} {value.unit}, {allowed:.1%} worse is allowed"
+    return _graded(value, limit, reference)
 
 
-def _graded(value: Value, limit: float, margin: float, reference: str) -> Judged:
-    """PASS up to the limit, MARGINAL within a margin behind it."""
+def _graded(value: Value, limit: float, reference: str) -> Judged:
+    """PASS up to the limit, MARGINAL within 5 % behind it."""
     lower = value.better == "lower"
     if value.median <= limit if lower else value.median >= limit:
         return Judged(Verdict.PASS)
-    near = value.median <= limit * (1 + margin) if lower else value.median >= limit * (1 - margin)
+    near = value.median <= limit * (1 + MARGIN) if lower else value.median >= limit * (1 - MARGIN)
     reason = f"{number(value.median)} {value.unit}; {reference}"
     return Judged(Verdict.MARGINAL if near else Verdict.FAIL, reason)
 

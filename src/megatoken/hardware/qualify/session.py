@@ -14,7 +14,7 @@ from megatoken.errors import ExitCode
 from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest
-from megatoken.hardware.qualify.judge import Verdict, answer, is_noisy, judge, overall, worst
+from megatoken.hardware.qualify.judge import Verdict, answer, is_noisy, judge, overall, tolerance, worst
 from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
 from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, Earlier, band, read_baseline
 from megatoken.hardware.qualify.values import Setting, Value
@@ -199,6 +199,10 @@ def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str, str], E
         "share": outcome.share if outcome.windows else None,
         "band": published and {"lowest": published.lowest, "highest": published.highest, "sources": published.sources},
         "baseline": before and before.median,
+        "difference": outcome.median / before.median - 1 if before and before.median and outcome.windows else None,
+        "tolerance": tolerance(outcome, before)
+        if before and outcome.windows and outcome.better in ("higher", "lower")
+        else None,
         "note": outcome.note,
         "verdict": judged.verdict,
         "reason": judged.reason,

@@ -48,6 +48,7 @@ def qualify_view(document: Document) -> View:
     )
     sections = (
         section("Values", _values(tests)),
+        section("Against the baseline", *_against_baseline(tests)),
         section("Reasons and notes", *_reasons(tests)),
         section("Roofline", *_roofline(tests)),
         section("Against published values", *_bands(tests)),
@@ -74,44 +75,67 @@ def _badge(verdict: str) -> Badge:
 
 
 def _values(tests: list[Document]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for test in tests:
-        for value in test.parts("values"):
-            median, spread, share = (value.number(key) for key in ("median", "spread", "share"))
-            spread_text = "" if spread is None or value.text("better") == "zero" else f"{100 * spread:.1f}"
-            cells = (
-                value.text("title"),
-                "" if median is None else f"{number(median)} {value.text('unit')}",
-                spread_text + (" !" if value.flag("noisy") else "  "),
-                "" if share is None else f"{100 * share:.0f}",
-                _normal(value),
-                _badge(value.text("verdict")),
-            )
-            rows.append(cells)
-    columns: tuple[Column, ...] = (
-        Column("Value"),
-        Column("Median", numeric=True),
-        Column("Spread", "%", numeric=True),
-        Column("Bound", "%", numeric=True),
-        Column("Normal", numeric=True),
-        Column("Verdict"),
+    values = [value for test in tests for value in test.parts("values")]
+    fields = [
+        word("Value", "title"),
+        Field("Median", _median, numeric=True),
+        Field("Spread", _spread, "%", numeric=True),
+        Field("Bound", lambda value: _percent(value.number("share"), ".0f"), "%", numeric=True),
+        Field("Verdict", lambda value: _badge(value.text("verdict"))),
+    ]
+    note = "!: noisy, may differ by over 5 % next time. Bound: share of it."
+    if any(value.part("band").values for value in values):
+        fields.insert(-1, Field("Normal", _normal, numeric=True))
+        note += " Normal: published."
+    return table_of("Values", values, fields, note=note)
+
+
+def _against_baseline(tests: list[Document]) -> Iterator[Table]:
+    """Each value that an earlier qualification has too: by how much it differs, and by how much it may."""
+    compared = [
+        value
+        for test in tests
+        for value in test.parts("values")
+        if "baseline" in value and value.text("better") in ("higher", "lower")
+    ]
+    fields = (
+        word("Value", "title"),
+        Field("Median", _median, numeric=True),
+        Field("Baseline", lambda value: number(value.number("baseline")), numeric=True),
+        Field("Differs", lambda value: _percent(value.number("difference"), "+.1f"), "%", numeric=True),
+        Field("Allowed", _allowed, "%", numeric=True),
+        Field("Verdict", lambda value: _badge(value.text("verdict"))),
     )
-    note = "!: noisy, may differ by over 5 % next time. Bound: share of it. Normal: published, or own: the baseline."
-    if not any(row[4] for row in rows):
-        columns, rows = (*columns[:4], columns[5]), [(*row[:4], row[5]) for row in rows]
-        note = note.partition(" Normal")[0]
-    return Table("Values", columns, tuple(rows), note=note)
+    note = "Allowed: a value passes if it differs by no more, see docs/qualify.md."
+    if compared:
+        yield table_of("Against the baseline", compared, fields, note=note)
+
+
+def _median(value: Document) -> str:
+    median = value.number("median")
+    return "" if median is None else f"{number(median)} {value.text('unit')}"
+
+
+def _spread(value: Document) -> str:
+    text = "" if value.text("better") == "zero" else _percent(value.number("spread"), ".1f")
+    return text + (" !" if value.flag("noisy") else "  ")
+
+
+def _percent(share: float | None, form: str) -> str:
+    return "" if share is None else f"{100 * share:{form}}"
 
 
 def _normal(value: Document) -> str:
-    """The limit of the published values, or the baseline."""
-    band, baseline = value.part("band"), value.number("baseline")
-    if value.text("better") not in ("higher", "lower"):
+    """The limit of the published values."""
+    band, lower = value.part("band"), value.text("better") == "lower"
+    if not band.values or value.text("better") not in ("higher", "lower"):
         return ""
-    if band.values:
-        lower = value.text("better") == "lower"
-        return f"≤ {number(band.number('highest'))}" if lower else f"≥ {number(band.number('lowest'))}"
-    return "" if baseline is None else f"own {number(baseline)}"
+    return f"≤ {number(band.number('highest'))}" if lower else f"≥ {number(band.number('lowest'))}"
+
+
+def _allowed(value: Document) -> str:
+    allowed = value.number("tolerance")
+    return _percent(allowed if allowed is None or value.text("better") == "lower" else -allowed, "+.1f")
 
 
 def _reasons(tests: list[Document]) -> Iterator[Points]:
