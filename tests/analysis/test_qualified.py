@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cli_support import call_here
-from megatoken.analysis.qualified import machine_of, predict
+from megatoken.analysis.qualified import agreement, machine_of, predict
 from megatoken.engine.config import SHAPES, EngineConfig
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import find_gpu
@@ -114,3 +114,16 @@ def test_the_command_predicts_and_refuses_two_machines(tmp_path: Path) -> None:
         code, _, err = call_here(*arguments, *more)
         assert code == 2
         assert words in err
+
+
+@pytest.mark.parametrize(
+    ("rate", "conclusion"),
+    [
+        (86.0, "86 tokens/s are 86% of the 100 that qualify predicts: they agree within 15%"),
+        (114.0, "they agree within 15%"),
+        (84.0, "something slowed the run down"),
+        (116.0, "other work slowed the qualification down"),
+    ],
+)
+def test_a_measured_rate_is_said_to_agree_with_the_predicted_one_or_what_it_means(rate: float, conclusion: str) -> None:
+    assert conclusion in agreement(rate, 100.0)

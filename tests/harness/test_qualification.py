@@ -58,9 +58,11 @@ def test_the_run_folder_keeps_the_qualification_and_the_rate_that_it_predicts(tm
     code, out, err = call_here("run", *flags, *more, "--out", tmp_path / "runs")
     assert code == 0, err
     assert "Predicted by qualify" in out
+    assert "that qualify predicts: " in out
     (folder,) = (tmp_path / "runs").iterdir()
     run, document = read_run(folder), json.loads((folder / "qualify.json").read_text())
     result = run.result
+    assert "that qualify predicts: " in (folder / "report.html").read_text()
     assert [test["name"] for test in document["tests"]] == [*KEPT, "known"]
     assert result["qualification"]["device"] == document["device"]
     assert result["prediction"]["output_tokens_per_second"] > 0

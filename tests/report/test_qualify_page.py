@@ -108,3 +108,16 @@ def test_a_compared_value_shows_the_baseline_the_difference_and_the_tolerance(
     assert ["memory_read", "18.0", "GB/s", "20.0", "-10.0", "-7.5", "PASS"] in rows
     assert ["Step", "11.0", "ms", "10.0", "+10.0", "+7.5", "PASS"] in rows
     assert "Allowed" in page(document_view(checked(one, "qualify.json")))
+
+
+def test_a_share_above_a_measured_bound_is_marked_and_rates_without_a_verdict_are_counted_apart() -> None:
+    one = document({"memory_read": (20.0, "GB/s"), "decode_attention": (15.1, "GB/s")}, "Step", None)
+    cache, attention = one["tests"][0]["values"]
+    cache |= {"better": "", "verdict": "NO REFERENCE"}
+    bound = {"value": 15.0, "formula": "reading of memory", "certain": False}
+    attention |= {"share": 1.007, "bound": bound, "verdict": "NO REFERENCE"}
+    made = page(document_view(checked(one, "qualify.json")))
+    assert "judged: 0 error counts and 0 of 1 speed; 1 rate only recorded" in made
+    assert "101 *" in made and "which was measured itself" in made
+    attention["bound"] = bound | {"certain": True}
+    assert "101 *" not in page(document_view(checked(one, "qualify.json")))

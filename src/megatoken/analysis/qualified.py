@@ -26,11 +26,14 @@ from megatoken.hardware.qualify.shapes import (
     WARM_UP_STEPS,
     products_of,
 )
+from megatoken.text import precise
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 PARTS = StepCost._fields[1:9]
+AGREEING_SHARE = 0.15
+"""Of a predicted rate, by which a measured one may differ: so near are predictions on a machine without other work."""
 COPY_SHARE = 0.89
 """Of the data sheet's bandwidth, that a copy reached on the H200 from which the cost model's constants are."""
 
@@ -226,3 +229,14 @@ def predict_run(
     except MegatokenError as error:
         return str(error)
     return predict(costs, memory, lengths, prefix_cache=config.prefix_cache)
+
+
+def agreement(rate: float, predicted: float) -> str:
+    """Whether a measured rate agrees with the one that a qualification predicts, and what it means if not; tokens/s."""
+    share = rate / predicted
+    compared = f"{precise(rate)} tokens/s are {share:.0%} of the {precise(predicted)} that qualify predicts"
+    if abs(share - 1) <= AGREEING_SHARE:
+        return f"{compared}: they agree within {AGREEING_SHARE:.0%}"
+    if share < 1:
+        return f"{compared}: something slowed the run down, and megatoken doctor RUN says what"
+    return f"{compared}: other work slowed the qualification down, so repeat it, or the rate is not true"

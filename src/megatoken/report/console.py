@@ -46,9 +46,9 @@ from megatoken.report.metrics import (
     meaning,
     metric_rows,
     names_mlperf,
+    on_prediction,
     other_notes,
     verdict_badge,
-    why_no_prediction,
     why_no_steady_rate,
 )
 from megatoken.report.views import document_view
@@ -143,7 +143,7 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
         yield Text.assemble("  ", (doubt["code"], "bold"), f" {doubt['message']}")
     for note in other_notes(run):
         yield Text(f"Note: {note['message']}")
-    yield from map(Text, filter(None, (why_no_steady_rate(run), why_no_prediction(run))))
+    yield from map(Text, filter(None, (why_no_steady_rate(run), on_prediction(run))))
     yield Text(f"Run folder: {run.path}")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatoken.analysis.machine import simulated_gpu
+from megatoken.analysis.qualified import agreement
 from megatoken.analysis.statistics import ARRIVING, SOAK, STAGES, Samples, steady_span
 from megatoken.report.blocks import Badge
 from megatoken.runs.reasons import CAUSES
@@ -98,10 +99,13 @@ def loadgen_result(run: Run) -> str:
     return f"LoadGen result: {verdict}" if verdict in ("VALID", "INVALID") else ""
 
 
-def why_no_prediction(run: Run) -> str:
-    """Why a run that qualified its machine first has no predicted rate; empty for all others."""
-    why = (run.result.get("prediction") or {}).get("why")
-    return f"No rate predicted by qualify: {why}" if why else ""
+def on_prediction(run: Run) -> str:
+    """Of a run that qualified its machine first: whether its rate is the predicted one, or why none is predicted."""
+    prediction = run.result.get("prediction") or {}
+    rate, predicted = run.result.get("output_tokens_per_second"), prediction.get("output_tokens_per_second")
+    if is_number(rate) and is_number(predicted) and predicted > 0:
+        return agreement(rate, predicted)
+    return f"No rate predicted by qualify: {why}" if (why := prediction.get("why")) else ""
 
 
 def why_no_steady_rate(run: Run) -> str:

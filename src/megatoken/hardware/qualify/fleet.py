@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatoken.hardware.qualify.values import NORMAL_MAD
+from megatoken.hardware.qualify.values import NORMAL_MAD, SPEEDS
 
 LEAST_DIFFERENCE, DEVIATIONS = 0.03, 3.0
 FEWEST = 3
@@ -34,7 +34,7 @@ def slow_limit(values: Iterable[float]) -> float:
 
 def slow_parts(values: Mapping[str, float], better: str) -> list[str]:
     """Those that are worse than the others, the worst first; none of fewer than three, whose majority is unknown."""
-    if len(values) < FEWEST or better not in ("higher", "lower"):
+    if len(values) < FEWEST or better not in SPEEDS:
         return []
     signed = values if better == "higher" else {name: -value for name, value in values.items()}
     limit = slow_limit(signed.values())

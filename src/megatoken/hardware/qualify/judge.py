@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatoken.hardware.qualify.references import Band, Earlier
-from megatoken.hardware.qualify.values import NOISY_DRIFT, NOISY_SPREAD, Outcome, Value
+from megatoken.hardware.qualify.values import NOISY_DRIFT, NOISY_SPREAD, SPEEDS, Outcome, Value
 from megatoken.text import count_of, number
 
 IMPOSSIBLE_SHARE = 1.02
@@ -61,7 +61,7 @@ def overall(tests: Sequence[Mapping[str, Any]]) -> Verdict:
     verdict = worst([Verdict(test["verdict"]) for test in tests])
     values = (value for test in tests for value in test["values"])
     if verdict is Verdict.PASS and not any(
-        value.get("better") in ("higher", "lower") and value["verdict"] == Verdict.PASS for value in values
+        value.get("better") in SPEEDS and value["verdict"] == Verdict.PASS for value in values
     ):
         return Verdict.NO_REFERENCE
     return verdict
@@ -83,7 +83,7 @@ def judge(outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy
     if outcome.better == "zero":
         wrong = max(outcome.windows)
         return Judged(Verdict.FAIL, f"{number(wrong)} {outcome.unit}; expected 0") if wrong else Judged(Verdict.PASS)
-    if not outcome.better:
+    if outcome.better not in SPEEDS:
         return Judged(Verdict.NO_REFERENCE)
     share, bound = outcome.share, outcome.bound
     if bound is not None and bound.certain and share is not None and share > IMPOSSIBLE_SHARE:
@@ -170,12 +170,13 @@ def _headlines(values: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _trust(values: Sequence[Mapping[str, Any]]) -> str:
-    measured = [value for value in values if value.get("windows") and value["better"] != "zero"]
-    noisy = [value for value in measured if value["noisy"]]
+    """How many speeds are steady; rates that are only recorded do not count."""
+    speeds = [value for value in values if value.get("windows") and value["better"] in SPEEDS]
+    noisy = [value for value in speeds if value["noisy"]]
     if not noisy:
-        return f"All {len(measured)} measured values were steady within 5 %, so later qualifications can be compared."
+        return f"All {len(speeds)} speeds were steady within 5 %, so later qualifications can be compared."
     waits = [wait for value in noisy if (wait := value["core_wait_share"] or 0.0) > CONTENTION]
     cause = ""
     if waits:
         cause = f"; {len(waits)} waited for a core, up to {max(waits):.0%} of their time: stop other work and repeat"
-    return f"{len(noisy)} of {len(measured)} measured values are noisy and may differ by over 5 % next time{cause}."
+    return f"{len(noisy)} of {len(speeds)} speeds are noisy and may differ by over 5 % next time{cause}."

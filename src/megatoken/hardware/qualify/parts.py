@@ -16,7 +16,7 @@ from megatoken.hardware.qualify.fleet import FEWEST, slow_parts
 from megatoken.hardware.qualify.judge import answer, overall
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import qualify, test_entry
-from megatoken.hardware.qualify.values import Setting, Value
+from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 
 SPREAD = HardwareTest("spread", "Differences between like parts", "")
 MARK = "@"
@@ -148,7 +148,7 @@ def spread(tests: Mapping[str, Sequence[Mapping[str, Any]]], kind: str) -> dict[
     for name, of_part in tests.items():
         for test in of_part:
             for value in test["values"]:
-                if value.get("median") is not None and value["better"] in ("higher", "lower"):
+                if value.get("median") is not None and value["better"] in SPEEDS:
                     found.setdefault(value["name"], {})[name] = value["median"]
                     known[value["name"]] = value
     outcomes = []

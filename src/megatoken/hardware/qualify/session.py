@@ -17,7 +17,7 @@ from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, Hardwa
 from megatoken.hardware.qualify.judge import Verdict, answer, is_noisy, judge, overall, tolerance, worst
 from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
 from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, Earlier, band, read_baseline
-from megatoken.hardware.qualify.values import Setting, Value
+from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 from megatoken.hardware.specification import part_name
 
 CAPPED_SHARE = 0.98
@@ -200,9 +200,7 @@ def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str, str], E
         "band": published and {"lowest": published.lowest, "highest": published.highest, "sources": published.sources},
         "baseline": before and before.median,
         "difference": outcome.median / before.median - 1 if before and before.median and outcome.windows else None,
-        "tolerance": tolerance(outcome, before)
-        if before and outcome.windows and outcome.better in ("higher", "lower")
-        else None,
+        "tolerance": tolerance(outcome, before) if before and outcome.windows and outcome.better in SPEEDS else None,
         "note": outcome.note,
         "verdict": judged.verdict,
         "reason": judged.reason,

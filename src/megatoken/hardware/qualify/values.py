@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 NORMAL_MAD = 1.4826
 """The median distance from the median times this is the standard deviation of normally distributed values."""
+SPEEDS = ("higher", "lower")
+"""What is better of a value that has a verdict on its speed."""
 NOISY_SPREAD, NOISY_DRIFT = 0.05, 0.025
 
 

@@ -16,8 +16,9 @@ from megatoken.hardware.qualify.shapes import (
     SMALL_LOAD,
     products_of,
 )
+from megatoken.hardware.qualify.values import SPEEDS
 from megatoken.report.bars import Bar, bar_chart
-from megatoken.report.blocks import Badge, Cell, Column, Facts, Figure, Points, Table, Terms, Verdict, View, section
+from megatoken.report.blocks import Badge, Facts, Figure, Points, Table, Terms, Verdict, View, section
 from megatoken.report.documents import Document
 from megatoken.report.roofline import Banded, Point, band_chart, roofline_chart
 from megatoken.report.views.common import Field, table_of, view, word
@@ -65,9 +66,11 @@ def _judged(tests: list[Document]) -> str:
     """How much the verdict rests on."""
     values = [value for test in tests for value in test.parts("values")]
     counts = sum(value.text("better") == "zero" for value in values)
-    speeds = [value for value in values if value.text("better") in ("higher", "lower")]
+    speeds = [value for value in values if value.text("better") in SPEEDS]
     judged = sum(value.text("verdict") != "NO REFERENCE" for value in speeds)
-    return f"judged: {count_of(counts, 'error count')} and {judged} of {count_of(len(speeds), 'speed')}"
+    recorded = sum("median" in value for value in values) - counts - len(speeds)
+    rest = f"; {count_of(recorded, 'rate')} only recorded" if recorded else ""
+    return f"judged: {count_of(counts, 'error count')} and {judged} of {count_of(len(speeds), 'speed')}{rest}"
 
 
 def _badge(verdict: str) -> Badge:
@@ -80,10 +83,12 @@ def _values(tests: list[Document]) -> Table:
         word("Value", "title"),
         Field("Median", _median, numeric=True),
         Field("Spread", _spread, "%", numeric=True),
-        Field("Bound", lambda value: _percent(value.number("share"), ".0f"), "%", numeric=True),
+        Field("Bound", _share, "%", numeric=True),
         Field("Verdict", lambda value: _badge(value.text("verdict"))),
     ]
     note = "!: noisy, may differ by over 5 % next time. Bound: share of it."
+    if any(_above_measured(value) for value in values):
+        note += " *: above its bound, which was measured itself, at another moment."
     if any(value.part("band").values for value in values):
         fields.insert(-1, Field("Normal", _normal, numeric=True))
         note += " Normal: published."
@@ -96,7 +101,7 @@ def _against_baseline(tests: list[Document]) -> Iterator[Table]:
         value
         for test in tests
         for value in test.parts("values")
-        if "baseline" in value and value.text("better") in ("higher", "lower")
+        if "baseline" in value and value.text("better") in SPEEDS
     ]
     fields = (
         word("Value", "title"),
@@ -121,6 +126,14 @@ def _spread(value: Document) -> str:
     return text + (" !" if value.flag("noisy") else "  ")
 
 
+def _share(value: Document) -> str:
+    return _percent(value.number("share"), ".0f") + (" *" if _above_measured(value) else "  ")
+
+
+def _above_measured(value: Document) -> bool:
+    return (value.number("share") or 0.0) > 1 and not value.part("bound").flag("certain")
+
+
 def _percent(share: float | None, form: str) -> str:
     return "" if share is None else f"{100 * share:{form}}"
 
@@ -128,7 +141,7 @@ def _percent(share: float | None, form: str) -> str:
 def _normal(value: Document) -> str:
     """The limit of the published values."""
     band, lower = value.part("band"), value.text("better") == "lower"
-    if not band.values or value.text("better") not in ("higher", "lower"):
+    if not band.values or value.text("better") not in SPEEDS:
         return ""
     return f"≤ {number(band.number('highest'))}" if lower else f"≥ {number(band.number('lowest'))}"
 

@@ -37,9 +37,9 @@ from megatoken.report.metrics import (
     meaning,
     metric_rows,
     names_mlperf,
+    on_prediction,
     other_notes,
     verdict_badge,
-    why_no_prediction,
     why_no_steady_rate,
 )
 from megatoken.report.plots import Mark
@@ -151,7 +151,7 @@ def _summary(run: Run) -> Iterator[Block]:
     if run.rules_unmet:
         codes = ", ".join(dict.fromkeys(unmet["code"] for unmet in run.rules_unmet))
         yield Points("", (("", f"MLPerf rules not met (none claimed): {codes}"),))
-    for why in filter(None, (why_no_steady_rate(run), why_no_prediction(run))):
+    for why in filter(None, (why_no_steady_rate(run), on_prediction(run))):
         yield Points("", (("", why),))
     if run.doubts:
         yield _points("Doubts about the measurement:", run.doubts)
