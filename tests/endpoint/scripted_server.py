@@ -50,6 +50,8 @@ class Server:
     heads: list[bytes] = field(default_factory=list)
     sent_ns: dict[str, list[int]] = field(default_factory=dict)  # times of frames with text, by prompt
     starts_at: float = 0.0  # monotonic seconds; until then it answers 503
+    open: int = 0  # answers under way
+    most_open: int = 0
     stop: Callable[[], None] = lambda: None
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -92,7 +94,12 @@ class Server:
                     return
                 else:
                     self.bodies.append(body)
-                    await self.answer(str(body["prompt"]), body, writer)
+                    self.open += 1
+                    self.most_open = max(self.most_open, self.open)
+                    try:
+                        await self.answer(str(body["prompt"]), body, writer)
+                    finally:
+                        self.open -= 1
 
     async def answer(self, prompt: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         word = prompt.split()[0]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatoken.config import RunConfig
 from megatoken.harness.loadgen import LOADGEN_SCENARIOS, TestSettings
+from megatoken.harness.sizing import OwnLoad
 from megatoken.mlperf.benchmarks import Benchmark, LatencyLimits, benchmark, benchmark_of_model
 from megatoken.mlperf.compliance import TEST06_RECORDS
 from megatoken.mlperf.draws import PoissonSchedule
@@ -81,6 +82,14 @@ def learning_seconds(config: RunConfig, rows: int) -> float:
     if config.scenario == "offline":
         return seconds_to_fill(config, rows)
     return _duration_seconds(config) if config.scenario != "singlestream" and config.rate is None else 0.0
+
+
+def own_load(config: RunConfig, rows: int) -> OwnLoad:
+    """What is known before the warm-up of the load that a run of ``config`` will be."""
+    rate = config.rate if config.rate is not None and config.scenario in OFFERED_SHARES else math.inf
+    if seconds := seconds_to_fill(config, rows):
+        return OwnLoad(samples=max(1, math.ceil(rate * seconds)) if rate < math.inf else math.inf, rate=rate)
+    return OwnLoad(samples=TEST06_RECORDS if config.compliance is not None else config.samples or rows, rate=rate)
 
 
 def plan_test(config: RunConfig, rows: int, rate: float) -> TestSettings:

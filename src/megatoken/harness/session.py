@@ -21,6 +21,7 @@ from megatoken.harness.loadgen_plan import (
     OFFERED_SHARES,
     learning_seconds,
     library_to_data_set,
+    own_load,
     plan_test,
     resolve_test,
     run_limits,
@@ -207,13 +208,14 @@ def says_interrupted(folder: RunFolder) -> str:
 
 def _warm_up(config: RunConfig, data_set: Dataset, target: Target, progress: Progress) -> float:
     """Samples per second expected of the target: when it is full, or in SingleStream one after the other."""
+    load = own_load(config, len(data_set.requests))
     if config.scenario == "singlestream":
         progress.stage(f"warming up for {config.warm_up_seconds:g} s")
-        return 1 / estimate_latency(target, data_set, config.warm_up_seconds)
+        return 1 / estimate_latency(target, data_set, config.warm_up_seconds, load)
     learning = learning_seconds(config, len(data_set.requests))
     at_least = "at least " if learning and not data_set.fills_limit.all() else ""
     progress.stage(f"warming up for {at_least}{config.warm_up_seconds:g} s")
-    return estimate_rate(target, data_set, config.warm_up_seconds, learning)
+    return estimate_rate(target, data_set, config.warm_up_seconds, learning, load)
 
 
 class _Watched:

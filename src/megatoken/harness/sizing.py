@@ -15,6 +15,7 @@ from megatoken.datasets.requests import Dataset
 from megatoken.targets import RemoteTarget, Target
 
 WARM_UP_QUEUE = 16
+POLL_SECONDS = 0.1
 REFITS = 20
 SAME_FIT = 1e-6  # of the time: among fits so close to the best one, the one with the fewest prices wins
 LEAST_EXPLAINED = 0.01  # of the time: waits for a compiler or another process are never that much longer than the rest
@@ -22,7 +23,20 @@ KNOWN_SHARE = 0.8  # answers are known well enough when the running ones can add
 DEVIATIONS = 2.0  # standard errors of the mean: the estimate is too long in 1 of 40 runs
 
 
-def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_seconds: float) -> float:
+class OwnLoad(NamedTuple):
+    """The most that a run puts on its target. The warm-up of a ``RemoteTarget`` stays within it: others pay for it."""
+
+    in_flight: float = math.inf  # samples at once
+    samples: float = math.inf  # in all
+    rate: float = math.inf  # samples per second
+
+
+UNLIMITED = OwnLoad()
+
+
+def estimate_rate(
+    target: Target, data_set: Dataset, seconds: float, learning_seconds: float, own_load: OwnLoad = UNLIMITED
+) -> float:
     """Runs samples of the data set for about ``seconds``, drops them, and returns the expected samples per second.
 
     If answers may end before their limit, it runs for at most ``learning_seconds`` more to learn how long they are.
@@ -31,7 +45,7 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     """
     warm_up = _WarmUp(target, data_set)
     if not target.replicas() or isinstance(target, RemoteTarget):
-        rate = warm_up.rate(seconds, learning_seconds)
+        rate = warm_up.rate(seconds, learning_seconds, own_load)
         target.cancel_all()
         return rate
     prices = warm_up.prices(seconds)
@@ -49,12 +63,13 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     return state.replicas / (sample_seconds or seconds)
 
 
-def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float:
+def estimate_latency(target: Target, data_set: Dataset, seconds: float, own_load: OwnLoad = UNLIMITED) -> float:
     """Runs samples one after the other for about ``seconds``, at least one; returns the mean seconds of one."""
     warm_up = _WarmUp(target, data_set)
     warm_up.one()  # not counted: it includes one-time work, such as compiling
+    most = own_load.samples - 1 if isinstance(target, RemoteTarget) else math.inf
     samples, began = 0, time.monotonic()
-    while not samples or time.monotonic() - began < seconds:
+    while not samples or (samples < most and time.monotonic() - began < seconds):
         warm_up.one()
         samples += 1
     return (time.monotonic() - began) / samples
@@ -152,19 +167,23 @@ class _WarmUp:
             work_seconds = [passed * done.rows / rows for done in work]
         return _fit(np.asarray(work, np.float64), np.asarray(work_seconds))
 
-    def rate(self, seconds: float, learning_seconds: float) -> float:
+    def rate(self, seconds: float, learning_seconds: float, own_load: OwnLoad) -> float:
         """Samples per second of a target that shows nothing of its replicas, kept full for about ``seconds``.
 
-        Samples still running count by the share of their limit that has been answered, so the rate is too low, if
-        anything. It goes on until one sample has ended, for at most ``learning_seconds`` more.
+        A target is full at ``own_load``. Samples still running count by the share of their limit that has been
+        answered, so the rate is too low, if anything. It goes on until one sample has ended, for at most
+        ``learning_seconds`` more.
         """
         began = time.monotonic()
         while (passed := time.monotonic() - began) < seconds + learning_seconds:
+            due = min(own_load.samples, 1 + own_load.rate * passed)
             if passed < seconds:
-                self._fill()
-            if (passed >= seconds and self._ended) or not self._target.state().in_flight:
+                self._fill(min(own_load.in_flight - self._target.state().in_flight, due - len(self._rows)))
+            more_come = passed < seconds and len(self._rows) < own_load.samples
+            if (passed >= seconds and self._ended) or not (self._target.state().in_flight or more_come):
                 break
-            self._poll()
+            next_due = len(self._rows) / own_load.rate - passed if more_come else math.inf
+            self._poll(min(POLL_SECONDS, max(0.0, next_due)) if own_load.rate < math.inf else POLL_SECONDS)
         limits = self._data_set.output_limits
         done = sum(
             1.0 if sample in self._ended else self._answered.get(sample, 0) / int(limits[row])
@@ -212,21 +231,22 @@ class _WarmUp:
         state = self._target.state()
         return state.computed_seconds if state.steps else None
 
-    def _fill(self) -> None:
-        """Submits enough samples for the next step of every replica."""
+    def _fill(self, most: float = math.inf) -> None:
+        """Submits enough samples for the next step of every replica, at most ``most``."""
         state = self._target.state()
         step = math.ceil(state.max_batched_tokens / max(1.0, self._data_set.input_tokens.mean()))
-        self._submit(max(WARM_UP_QUEUE * state.replicas, step))
+        self._submit(max(WARM_UP_QUEUE * state.replicas, step), most)
 
-    def _submit(self, queue: int) -> None:
-        for sample, row in itertools.islice(self._samples, max(0, queue - self._target.state().waiting)):
+    def _submit(self, queue: int, most: float = math.inf) -> None:
+        new = min(queue - self._target.state().waiting, most)
+        for sample, row in itertools.islice(self._samples, max(0, math.floor(new))):
             self._target.submit(sample, self._data_set.requests[row])
             self._rows[sample] = row
 
-    def _poll(self) -> _Work:
+    def _poll(self, longest_seconds: float = POLL_SECONDS) -> _Work:
         """Polls once; returns the work done."""
         before = self._target.state()
-        events = self._target.poll(timeout_seconds=0.1)
+        events = self._target.poll(longest_seconds)
         going_on = [event.sample_id for event in events if event.sample_id in self._answered]
         read = sum(self._answered[one] + int(self._data_set.input_tokens[self._rows[one]]) for one in going_on)
         for event in events:

@@ -11,6 +11,7 @@ from megatoken.datasets.requests import Dataset
 from megatoken.datasets.traces import Trace
 from megatoken.errors import UsageError
 from megatoken.harness.protocols import Answers
+from megatoken.harness.sizing import OwnLoad
 from megatoken.harness.sweep.loads import ArrivalKind, ClosedLoop, Load, OpenLoop, arrival_seconds, passes
 from megatoken.harness.sweep.point import Phases
 from megatoken.runs.reasons import Reason
@@ -41,6 +42,9 @@ class Plan(Protocol):
     @property
     def finds_its_end(self) -> bool:
         """Whether it ends when output no longer grows."""
+
+    def own_load(self) -> OwnLoad:
+        """What is known before the warm-up of the highest load."""
 
     def loads(self, estimated_rate: float) -> Iterator[float]:
         """The values to run, given the requests per second that the warm-up expects of a full target."""
@@ -84,6 +88,12 @@ class SweepPlan:
     burstiness: float  # of gamma arrivals: shape of their gaps
     phases: Phases  # of every point; those of a trace have no window, so it runs to its end
     trace: Trace | None = None  # whose requests come at their recorded times over the speed, in their order
+
+    def own_load(self) -> OwnLoad:
+        """That of the highest value; the lowest where the sweep finds its end, and none of rates yet to be found."""
+        if self.kind == "concurrency":
+            return OwnLoad(in_flight=max(self.values, default=1.0))
+        return OwnLoad(rate=max(self.values)) if self.kind == "rate" and self.values else OwnLoad()
 
     def loads(self, estimated_rate: float) -> Iterator[float]:
         """The values to run, given the requests per second that the warm-up expects of a full target."""

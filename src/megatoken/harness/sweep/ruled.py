@@ -15,6 +15,7 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import ConfigError
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.protocols import Counted
+from megatoken.harness.sizing import OwnLoad
 from megatoken.harness.sweep.loads import Arrival, ClosedLoop, Load, OpenLoop
 from megatoken.harness.sweep.plan import Setup, load_facts
 from megatoken.harness.sweep.point import Phases
@@ -93,6 +94,10 @@ class RuledPlan:
         """Of the published set."""
         seeds: Mapping[str, int] = endpoint_rules(self.version)["seed_sets"][self.seed_set]
         return seeds
+
+    def own_load(self) -> OwnLoad:
+        """That of the highest concurrency."""
+        return OwnLoad(in_flight=max(self.values))
 
     def loads(self, estimated_rate: float) -> Iterator[float]:
         """The concurrencies, then the Offline run."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import UsageError
+from megatoken.harness.sizing import OwnLoad
 from megatoken.harness.sweep.loads import Arrival, ArrivalKind, Load, OpenLoop, arrival_seconds, passes
 from megatoken.harness.sweep.plan import Setup, load_facts
 from megatoken.harness.sweep.point import Phases
@@ -150,6 +151,11 @@ class StagesPlan:
     def phases(self) -> Phases:
         """The window begins at once and lasts for all stages, whatever becomes of the target."""
         return Phases(0.0, sum(stage.seconds for stage in self.stages), stops_overload=False)
+
+    def own_load(self) -> OwnLoad:
+        """The highest of all stages."""
+        most = max(max(stage.first, stage.last) for stage in self.stages)
+        return OwnLoad(in_flight=most) if self.of == "concurrency" else OwnLoad(rate=most)
 
     def loads(self, estimated_rate: float) -> Iterator[float]:
         """One run."""

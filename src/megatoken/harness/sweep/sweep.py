@@ -72,7 +72,7 @@ def run_sweep(
         prepared = replace(prepared, data_set=data_set)
     if isinstance(target, RemoteTarget) and not isinstance(plan, SweepPlan):
         target.keep_every_text()
-    rate = estimate_rate(target, data_set, config.warm_up_seconds, 0.0)
+    rate = estimate_rate(target, data_set, config.warm_up_seconds, 0.0, plan.own_load())
     name = run_name(datetime.now(UTC), "sweep", config.model)
     with StopSignals() as stop:
         sweep = _Sweep(prepared, config, plan, target, progress, stop, config.out / name, tuple(neighbour))

@@ -22,6 +22,7 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import UsageError
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.protocols import Counted
+from megatoken.harness.sizing import OwnLoad
 from megatoken.harness.sweep.loads import Arrival
 from megatoken.harness.sweep.plan import Setup, load_facts
 from megatoken.harness.sweep.point import Phases
@@ -229,6 +230,10 @@ class UsersPlan:
     max_length: int | None  # of its context; None: unknown
     kind: str = field(default="users", init=False)
     finds_its_end: bool = field(default=False, init=False)
+
+    def own_load(self) -> OwnLoad:
+        """A request of each user."""
+        return OwnLoad(in_flight=max(self.values))
 
     def loads(self, estimated_rate: float) -> Iterator[float]:
         """The numbers of users."""

@@ -152,7 +152,10 @@ class EndpointBackend:
         self._reporter.stage("measuring what the client can hold")
         if endpoint.hosts is None:
             self_test, processes = asdict(process_capacity()), endpoint.processes or default_processes()
-            yield Clients([LocalProcess(settings.of(number)) for number in range(processes)], self_test)
+            started = [LocalProcess(settings.of(number)) for number in range(processes)]
+            for process in started:
+                process.wait_until_ready()
+            yield Clients(started, self_test)
             return
         with client_hosts(endpoint.hosts, settings, endpoint.processes, self._reporter.note) as clients:
             yield clients

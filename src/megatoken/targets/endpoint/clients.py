@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import marshal
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -116,6 +117,15 @@ class LocalProcess(ClientProcess):
     def __init__(self, settings: ClientSettings) -> None:
         self.process, connection = start_process(settings)
         super().__init__(connection)
+
+    def wait_until_ready(self) -> None:
+        """Waits until the process works, or what it is given meanwhile is sent all at once. Raises MegatokenError."""
+        self.ping()
+        try:
+            while not any(kind == News.PONG for kind, _ in self.receive()):
+                select.select([self.channel.socket], [], [])
+        except WireError:
+            raise self.ended() from None
 
     def ended(self) -> MegatokenError:
         """The error that it has ended."""
