@@ -4,11 +4,13 @@
     python benchmarks/serve_front.py --http-processes 1 8 --streams 4096 --replicas 4 --clients 3 --pin \\
         --read-seconds 0.1                                # scaling
 
-The load comes from separate client processes, which only count frames and take times. The mock engine sends the first
-token of a request at once and the others at a set pace, so every time to first token is added by the front end, and so
-is what a gap between two tokens has on top of the pace. Times to first token are those of short requests that come at
-random moments while the streams run. A client that reads at once takes as long for a frame as the server; with
---read-seconds it finds several in each read and takes no times, so few clients count what many HTTP processes send.
+The load comes from client processes, which only count frames. One more takes the times: it has few streams, reads at
+once, and sends short requests at random moments while all streams run. So a time is never that of a client that is
+busy. The mock engine sends the first token of a request at once, so every time to first token is added by the front
+end, and so is what a gap between two tokens has on top of the pace. It sends once a millisecond; the pace is rounded to
+whole ones, or a gap would be up to one longer or shorter for this alone. A client that reads at once takes as long for
+a frame as the server; with --read-seconds those that count find several in each read, so few of them are enough for
+many HTTP processes, and the pace is not rounded.
 
 Frames/s: the highest offered rate of those tried at which 98 % of the frames arrive in time. The CPU time per frame is
 less sensitive to other work on the machine: of the HTTP processes, and of the one process in front of them, which is
@@ -35,13 +37,15 @@ from typing import Any
 import numpy as np
 import psutil
 
+from megatoken.serve.mock_engine import STEP_SECONDS
 from own_server import OwnServer, own_server, percentiles, save
 
 WARM_UP_SECONDS = 1.5  # of 1,024 streams
 IN_TIME_SHARE = 0.98
 FRAME = b"data: "
 MOST_TOKENS = 2000  # what the reference model's context leaves
-SHORT_SECONDS = 0.02  # between the short requests of a client, on average
+TIMED_STREAMS = 64
+SHORT_SECONDS = 0.01  # between the short requests, on average
 SHORT_TOKENS = 2
 
 
@@ -62,11 +66,26 @@ class Measurement:
     failed_streams: int
 
 
-def client(port: int, model: str, streams: int, tokens: int, options: argparse.Namespace, results: Any) -> None:
-    """Opens streams one after the other, reads them all until the time is over; reports counts and times.
+@dataclass(frozen=True)
+class Load:
+    """What all clients of a measurement know."""
 
-    While it measures, short requests come at random moments: their times to first token are those next to the streams.
+    port: int
+    model: str
+    tokens: int  # of a stream
+    warm_up_seconds: float
+    seconds: float
+
+
+def client(load: Load, streams: int, read_seconds: float | None, results: Any) -> None:
+    """Opens streams at random moments, reads them all until the time is over; reports counts and times.
+
+    ``read_seconds``: how often it looks for frames, which it then only counts. None: it reads at once, takes times, and
+    while it measures, it sends short requests at random moments: their times to first token are those next to the
+    streams.
     """
+    timed = read_seconds is None
+    random = np.random.default_rng(os.getpid())
     selector = selectors.DefaultSelector()
     last: dict[int, float] = {}
     sent: dict[int, float] = {}
@@ -78,10 +97,10 @@ def client(port: int, model: str, streams: int, tokens: int, options: argparse.N
 
     def send(number: int, tokens: int) -> socket.socket:
         body = json.dumps(
-            {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": tokens, "stream": True, "ignore_eos": True}
+            {"model": load.model, "prompt": [5, 6, 7, 8], "max_tokens": tokens, "stream": True, "ignore_eos": True}
         ).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        connection = socket.create_connection(("127.0.0.1", port))
+        connection = socket.create_connection(("127.0.0.1", load.port))
         connection.setblocking(False)
         selector.register(connection, selectors.EVENT_READ, number)
         sent[number] = time.perf_counter()
@@ -91,8 +110,8 @@ def client(port: int, model: str, streams: int, tokens: int, options: argparse.N
     def read_all(until: float, measuring: bool) -> None:
         nonlocal frames, failed
         while (left := until - time.perf_counter()) > 0:
-            if measuring and options.read_seconds:
-                time.sleep(min(left, options.read_seconds))
+            if measuring and read_seconds:
+                time.sleep(min(left, read_seconds))
             for key, _ in selector.select(left):
                 connection, number = key.fileobj, key.data
                 assert isinstance(connection, socket.socket)
@@ -111,7 +130,7 @@ def client(port: int, model: str, streams: int, tokens: int, options: argparse.N
                     began = sent.pop(number)
                     if number >= streams:
                         ttft.append(now - began)
-                elif measuring and number < streams:
+                elif measuring and timed and number < streams:
                     gaps.append(now - last[number])
                     gaps.extend([0.0] * (found - 1))
                 if number >= streams and buffer.find(b"[DONE]", 0, count) >= 0:
@@ -121,25 +140,23 @@ def client(port: int, model: str, streams: int, tokens: int, options: argparse.N
                 if measuring:
                     frames += found
 
-    warm_up_seconds = warm_up(options.streams)
-    spacing = warm_up_seconds / streams
     began = time.perf_counter()
     sockets = []
-    for number in range(streams):
-        read_all(began + number * spacing, measuring=False)
-        sockets.append(send(number, tokens))
-    read_all(time.perf_counter() + warm_up_seconds, measuring=False)
+    for number, moment in enumerate(np.sort(random.uniform(0, load.warm_up_seconds, streams)).tolist()):
+        read_all(began + moment, measuring=False)
+        sockets.append(send(number, load.tokens))
+    read_all(began + 2 * load.warm_up_seconds, measuring=False)
     results.put("measuring")
     start = time.perf_counter()
-    moments = start + np.cumsum(np.random.default_rng(os.getpid()).exponential(SHORT_SECONDS, 10_000))
-    if not options.read_seconds:
-        for number, moment in enumerate(moments[moments < start + options.seconds - SHORT_SECONDS].tolist()):
+    if timed:
+        moments = start + np.cumsum(random.exponential(SHORT_SECONDS, int(2 * load.seconds / SHORT_SECONDS)))
+        for number, moment in enumerate(moments[moments < start + load.seconds - 2 * SHORT_SECONDS].tolist()):
             read_all(moment, measuring=True)
             send(streams + number, SHORT_TOKENS)
-    read_all(start + options.seconds, measuring=True)
+    read_all(start + load.seconds, measuring=True)
     elapsed = time.perf_counter() - start
     failed += len(sent)
-    results.put((frames / elapsed, ttft, [] if options.read_seconds else gaps, failed))
+    results.put((frames / elapsed, ttft, gaps, failed))
     for connection in sockets:
         connection.close()
 
@@ -152,28 +169,30 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
     with own_server([*flags, "--tokens-per-second", str(rate / streams)]) as server:
         http = children(server, "http_process")
         front = children(server, "router_process" if options.replicas else "engine_process")
-        clients = min(options.clients, streams)
         if options.pin:
             pin([*http, *front] if options.replicas else http, options.cores)
         results: Any = multiprocessing.Queue()
-        tokens = min(MOST_TOKENS, int((options.seconds + 3 * warm_up(streams) + 10) * rate / streams))
-        if tokens < (options.seconds + 2 * warm_up(streams) + 0.5) * rate / streams:
-            sys.exit(f"streams of {tokens} tokens end before the measurement at {rate:.0f} frames/s; more --streams")
-        share = [streams // clients + (at < streams % clients) for at in range(clients)]
-        load = [
-            multiprocessing.Process(target=client, args=(server.port, server.model, one, tokens, options, results))
-            for one in share
-        ]
-        for process in load:
+        warm_up_seconds = warm_up(streams)
+        needed = (options.seconds + 2 * warm_up_seconds + 0.5) * rate / streams
+        if needed > MOST_TOKENS:
+            sys.exit(f"streams of {MOST_TOKENS} tokens end before the measurement at {rate:.0f} frames/s; more --streams")
+        tokens = min(MOST_TOKENS, int(needed + 10 * rate / streams))
+        load = Load(server.port, server.model, tokens, warm_up_seconds, options.seconds)
+        timed = min(TIMED_STREAMS, streams)
+        clients = min(options.clients, streams - timed)
+        shares = [(timed, None)]
+        shares += [((streams - timed + at) // clients, options.read_seconds) for at in range(clients)]
+        processes = [multiprocessing.Process(target=client, args=(load, *share, results)) for share in shares]
+        for process in processes:
             process.start()
-        for _ in load:
+        for _ in processes:
             results.get(timeout=120)
         before, front_before, started = cpu_seconds(http), cpu_seconds(front), time.perf_counter()
         time.sleep(options.seconds * 0.9)
         used, front_used = cpu_seconds(http) - before, cpu_seconds(front) - front_before
         elapsed = time.perf_counter() - started
-        parts = [results.get(timeout=120) for _ in load]
-        for process in load:
+        parts = [results.get(timeout=120) for _ in processes]
+        for process in processes:
             process.join()
     frames = sum(part[0] for part in parts)
     ttft = np.array([one for part in parts for one in part[1]])
@@ -182,7 +201,7 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
         http_processes=http_processes,
         replicas=options.replicas,
         streams=streams,
-        offered_frames_per_second=rate,
+        offered_frames_per_second=round(rate, 1),
         frames_per_second=round(frames, 1),
         http_cpu_microseconds_per_frame=round(used / elapsed / frames * 1e6, 2),
         http_cores_used=round(used / elapsed, 3),
@@ -273,7 +292,10 @@ def measure_all(options: argparse.Namespace) -> Iterator[Measurement]:
             )
             continue
         for rate in options.rates:
-            measured = measure(http_processes, options.streams, rate * http_processes, options)
+            interval = options.streams / (rate * http_processes)
+            if not options.read_seconds:
+                interval = max(1, round(interval / STEP_SECONDS)) * STEP_SECONDS
+            measured = measure(http_processes, options.streams, options.streams / interval, options)
             yield measured
             if measured.frames_per_second < IN_TIME_SHARE * measured.offered_frames_per_second:
                 break
@@ -287,13 +309,13 @@ def main() -> None:
         "--replicas", type=int, default=0, help="mock engine processes behind a router; 0: one, no router"
     )
     parser.add_argument("--streams", type=int, default=1024)
-    parser.add_argument("--clients", type=int, default=1, help="client processes")
+    parser.add_argument("--clients", type=int, default=1, help="client processes that count frames")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
     parser.add_argument(
         "--read-seconds",
         type=float,
         default=0.0,
-        help="clients look for frames so often, and take no times; 0: at once",
+        help="clients that count look for frames so often; 0: at once",
     )
     parser.add_argument("--model", default="reference")
     rates = [20_000.0, 30_000.0, 40_000.0, 50_000.0, 60_000.0, 70_000.0, 80_000.0, 100_000.0]

@@ -107,7 +107,8 @@ class MockEngine:
             if events:
                 self._steps += 1
                 self._on_step(Step(events, began_ns, time.monotonic_ns()))
-            self._wake.wait(STEP_SECONDS if self._running or self._waiting else None)
+            next_slot = (self._slot + 1) * STEP_SECONDS
+            self._wake.wait(max(0.0, next_slot - time.monotonic()) if self._running or self._waiting else None)
             self._wake.clear()
             if not self._slots:
                 self._slot = max(self._slot, _slot(time.monotonic()))
