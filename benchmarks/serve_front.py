@@ -175,7 +175,9 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
         warm_up_seconds = warm_up(streams)
         needed = (options.seconds + 2 * warm_up_seconds + 0.5) * rate / streams
         if needed > MOST_TOKENS:
-            sys.exit(f"streams of {MOST_TOKENS} tokens end before the measurement at {rate:.0f} frames/s; more --streams")
+            sys.exit(
+                f"streams of {MOST_TOKENS} tokens end before the measurement at {rate:.0f} frames/s; more --streams"
+            )
         tokens = min(MOST_TOKENS, int(needed + 10 * rate / streams))
         load = Load(server.port, server.model, tokens, warm_up_seconds, options.seconds)
         timed = min(TIMED_STREAMS, streams)
