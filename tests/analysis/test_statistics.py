@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatoken.analysis.series import tokens_per_second_within, totals_over_time
 from megatoken.analysis.statistics import (
     latency_origin,
+    leading_rates,
     percentiles,
     samples_needed,
     steady_window,
@@ -83,6 +84,14 @@ def test_what_arrives_by_itself_is_rated_to_the_completion_of_the_sample_issued_
         assert result["processed_tokens_per_second"] == (15 + 30) / 4
         assert result["samples_per_second"] == 2 / 4
         assert result["whole_run_output_tokens_per_second"] == 15 / 10
+        whole = {
+            "output_tokens_per_second": 15 / 10,
+            "processed_tokens_per_second": (15 + 30) / 10,
+            "samples_per_second": 3 / 10,
+            "rated_seconds": 10.0,
+        }
+        assert leading_rates(result | {"scenario": scenario}) == whole
+        assert leading_rates(result | {"scenario": scenario, "rules": "v5.1"}) == {name: result[name] for name in whole}
     cut_off = summarise(requests(*rows), series(), scenario="server", finished=False)
     failed = summarise(
         requests(*rows[:2], row(2, None, None, 0, error="x", scheduled_seconds=2.0)), series(), scenario="server"

@@ -85,7 +85,8 @@ def test_the_first_table_of_page_and_terminal_answers_the_five_questions(audit: 
 
 
 def test_the_answers_name_units_sources_and_what_is_missing(audit: Path, tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "runs", "mine", "host", "2026-01-01T00:00:00Z").path
+    facts = {"loadgen_validity": "INVALID"}
+    run = run_folder(tmp_path / "runs", "mine", "host", "2026-01-01T00:00:00Z", **facts).path
     (tmp_path / "limits.yaml").write_text("tpot_seconds: {p99: 9}\n")
     flags = ("--audit", audit, "--run", run, "--slo", tmp_path / "limits.yaml", "--out", tmp_path / "out")
     assert call_here("dossier", *flags)[0] == 0
@@ -95,7 +96,28 @@ def test_the_answers_name_units_sources_and_what_is_missing(audit: Path, tmp_pat
     assert "azure_gb300_1m: Cost per million output tokens: $" in first
     assert "mine: Price of a million output tokens: unknown, the price of the machine is unknown." in first
     assert "mine: Energy of an output token, accelerators: unknown, " in first
+    assert "11 output tokens/s, 10 samples in 10.0 s: tiny bf16 offline" in first
+    assert "LoadGen: INVALID" in first and "Too few samples for a p99 with 99 % confidence." in first
+    assert "checklist: 17 open" in first and "Of the checklist 17 questions are open too." in first
+    assert "17 questions of the checklist" not in first
     assert "are needed" in first.partition("CANNOT TELL: ")[2].partition("</td>")[0]  # how many samples are missing
+
+
+@pytest.mark.parametrize(
+    ("limit", "settle"),
+    [
+        ("dollars_per_request: 1", "the price of an hour of the machine: megatoken dossier --dollars-per-hour"),
+        ("ttft_seconds: {p99: 1}", "a run with --scenario server"),
+        ("itl_seconds: {p99: 1}", "a run of a server that streams (--endpoint), or a sweep"),
+        ("accuracy: {rouge1: 40}", "a run with --mode accuracy"),
+        ("tpot_seconds: {p999: 9}", "at least 6,636 values"),
+    ],
+)
+def test_each_limit_that_cannot_be_judged_says_what_would_settle_it(limit: str, settle: str, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "runs", "mine", "host", "2026-01-01T00:00:00Z").path
+    (tmp_path / "limits.yaml").write_text(f"{limit}\n")
+    opened = make("--run", run, "--slo", tmp_path / "limits.yaml")["open"]
+    assert [one["settle"] for one in opened if one["kind"] == "limit"] == [settle]
 
 
 def test_without_a_browser_the_page_is_there_and_one_line_says_so(audit, tmp_path, monkeypatch) -> None:

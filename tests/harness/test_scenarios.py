@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ from megatoken.harness.run import run_scenario
 from megatoken.mlperf.benchmarks import LatencyLimits
 from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.mlperf.rounds import round_seeds
+from megatoken.planning.run_price import judge_run, request_price
+from megatoken.report.blocks import Headline
 from megatoken.report.metrics import metric_rows
+from megatoken.report.views.run import run_view
 from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.runs.writer import RunFolder
 from megatoken.targets import SampleEvent
@@ -113,7 +117,7 @@ class Lingering(QueueingTarget):
 
 
 @pytest.mark.timing
-def test_the_headline_is_loadgens_rate_and_the_drain_has_a_name_of_its_own(tmp_path: Path, data_set: Dataset) -> None:
+def test_the_whole_run_leads_and_loadgens_rate_where_rules_are_claimed(tmp_path: Path, data_set: Dataset) -> None:
     config = RunConfig(out=tmp_path / "runs", warm_up_seconds=0.05, scenario="server", rate=300.0, samples=500)
     target = Lingering(50, 0.02)
     finished = read_run(run_scenario(config, data_set, target, {"model": "queue"}, Progress(quiet=True)))
@@ -123,8 +127,23 @@ def test_the_headline_is_loadgens_rate_and_the_drain_has_a_name_of_its_own(tmp_p
     assert result["output_tokens_per_second"] == pytest.approx(result["loadgen_output_tokens_per_second"], rel=0.03)
     assert result["samples_per_second"] == pytest.approx(result["loadgen_samples_per_second"], rel=0.03)
     assert result["whole_run_output_tokens_per_second"] < 0.8 * result["output_tokens_per_second"]
-    shown = {row.label: row.value for row in metric_rows(finished)}
-    assert shown["Output rate with drain"] == number(result["whole_run_output_tokens_per_second"])
+    by_loadgen = ("Output rate", number(result["output_tokens_per_second"]))
+    whole = number(result["whole_run_output_tokens_per_second"])
+    rows = [(row.label, row.value) for row in metric_rows(finished)]
+    assert rows[:2] == [("Output rate with drain", whole), ("Output rate by LoadGen", by_loadgen[1])]
+    assert ("Sample rate", number(500 / result["duration_seconds"])) in rows
+    headline = run_view(finished).summary[0]
+    assert isinstance(headline, Headline)
+    assert headline.value == whole and "drain included" in headline.quiet
+    asked = {"limits": {"output_tokens_per_second": 0.9 * result["output_tokens_per_second"]}, "dollars_per_hour": 36}
+    assert [one.answer for one in judge_run(finished, asked)] == ["NOT MET"]
+    price = request_price(finished, 36.0)
+    assert price is not None
+    assert price.dollars == pytest.approx(0.01 * result["duration_seconds"] / 500)
+    claimed = replace(finished, result=result | {"rules": "v5.1"})
+    rows = [(row.label, row.value) for row in metric_rows(claimed)]
+    assert rows[:2] == [by_loadgen, ("Output rate with drain", whole)]
+    assert [one.answer for one in judge_run(claimed, asked)] == ["MET"]
 
 
 @pytest.mark.parametrize("scenario", ["server", "interactive", "singlestream", "offline"])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megatoken.analysis.early_stopping import CONFIDENCE, most_over, odds, queries_needed
 from megatoken.analysis.seen_tokens import SeenTokens
 from megatoken.analysis.series import Floats
-from megatoken.analysis.statistics import Samples, samples_needed
+from megatoken.analysis.statistics import Samples, leading_rates, samples_needed
 from megatoken.runs.run import Run, Verdict
 from megatoken.text import is_number, precise
 
@@ -29,7 +29,7 @@ LATENCIES = {
     "itl_seconds": "time between tokens",
     "latency_seconds": "end-to-end latency",
 }
-_FROM_THE_QUERY = ("ttft_seconds", "latency_seconds")  # of Offline, which includes the queue
+FROM_THE_QUERY = ("ttft_seconds", "latency_seconds")  # of Offline, which includes the queue
 _RATES = {"output_tokens_per_second": "output rate", "samples_per_second": "sample rate"}
 _UNITS = {"output_tokens_per_second": "tokens/s", "samples_per_second": "samples/s", "dollars_per_request": "$"}
 DOLLARS = "dollars_per_request"
@@ -172,7 +172,8 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
     result, samples = run.result, Samples.of(run.requests)
     counted: NDArray[np.bool_] = np.ones(len(samples), bool)
-    rates = {name: result.get(name) for name in _RATES}
+    leading = leading_rates(result)
+    rates = {name: leading[name] for name in _RATES}
     tokens = SeenTokens.of(run, samples)
     if window := (result.get("load") or {}).get("window_seconds"):
         start, end = window
@@ -195,7 +196,7 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
     )
     if result.get("scenario") == "offline":
         why = "all samples of Offline are due at once, so no user waits like this; measure with --scenario server"
-        latencies |= dict.fromkeys(_FROM_THE_QUERY, why)
+        latencies |= dict.fromkeys(FROM_THE_QUERY, why)
     scores = (result.get("accuracy") or {}).get("metrics") or {}
     return _Observed(latencies, rates, scores, dollars_per_hour, run.verdict is Verdict.INTERRUPTED)
 

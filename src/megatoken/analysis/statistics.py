@@ -105,6 +105,30 @@ def summarise(
     }
 
 
+def leading_rates(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The rates that stand for a run on its first screen, in limits and in prices, under their names in ``result``.
+
+    Under MLPerf's rules they are MLPerf's. Of any other run whose samples arrive by themselves they are over the whole
+    time, for a rate that leaves the drain out can be above the rate offered, most of all in a short run.
+    """
+    output, read, samples = (result.get(name) for name in ("output_tokens", "input_tokens", "samples_completed"))
+    counts = {
+        "output_tokens_per_second": output,
+        "processed_tokens_per_second": output + read if is_number(output) and is_number(read) else None,
+        "samples_per_second": samples,
+    }
+    seconds = result.get("duration_seconds")
+    if not leads_with_drain(result) or not is_number(seconds):
+        return {name: result.get(name) for name in (*counts, "rated_seconds")}
+    rates = {name: _rate(count, seconds) if is_number(count) else None for name, count in counts.items()}
+    return rates | {"rated_seconds": seconds}
+
+
+def leads_with_drain(result: Mapping[str, Any]) -> bool:
+    """Whether ``leading_rates`` are over the whole time, though the rates in ``result`` leave the drain out."""
+    return result.get("scenario") in ARRIVING and not result.get("rules")
+
+
 def _rated_seconds(samples: Samples, start: float, scenario: str) -> float | None:
     """From ``start`` to the completion of the sample issued last; None where LoadGen rates by the last completion."""
     if scenario not in ARRIVING or not samples.completed.any():
@@ -339,5 +363,5 @@ def _total(counts: Floats) -> int | None:
     return int(counts.sum()) if np.isfinite(counts).all() else None
 
 
-def _rate(count: int, seconds: float) -> float | None:
+def _rate(count: float, seconds: float) -> float | None:
     return count / seconds if seconds > 0 else None

@@ -8,7 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatoken.analysis.limits import Answer, Judged, answer_for, asked_limits, limit_documents, not_judged
+from megatoken.analysis.limits import (
+    DOLLARS,
+    FROM_THE_QUERY,
+    Answer,
+    Judged,
+    answer_for,
+    asked_limits,
+    limit_documents,
+    not_judged,
+)
 from megatoken.audit import audit as audited
 from megatoken.dossier.figures import Cost, costs_of_audit, costs_of_run, measured_by_audit, measured_by_run
 from megatoken.errors import UsageError
@@ -20,6 +29,12 @@ from megatoken.runs.seal import file_hashes_in, seal_state
 
 GRAVE = ("fail", "warn")
 SUBJECTS_NAMED = 3
+SETTLES = {
+    "itl_seconds": "a run of a server that streams (--endpoint), or a sweep",
+    "accuracy": "a run with --mode accuracy",
+    DOLLARS: "the price of an hour of the machine: megatoken dossier --dollars-per-hour",
+}
+"""What gives a run the value that a limit is on."""
 
 
 def dossier(
@@ -104,11 +119,35 @@ def _limits(runs: Sequence[Run], asked: Mapping[str, Any]) -> list[dict[str, Any
     ]
     if limits and not runs:
         judged = [("no run", None, not_judged(limits, "no run of your own was measured; give --run"))]
+    scenarios = {run.path.name: run.result.get("scenario") for run in runs}
     return [
-        {"run": name, "verdict": verdict, "answer": answer_for(verdict, answers), "limits": limit_documents(answers)}
+        {
+            "run": name,
+            "verdict": verdict,
+            "answer": answer_for(verdict, answers),
+            "limits": [
+                one | {"settle": _settles(one, verdict, scenarios.get(name))} for one in limit_documents(answers)
+            ],
+        }
         for name, verdict, answers in judged
         if answers
     ]
+
+
+def _settles(judged: Mapping[str, Any], verdict: Verdict | None, scenario: str | None) -> str:
+    """What would show whether a limit is met that cannot be judged; empty of all others."""
+    if judged["answer"] != Answer.CANNOT_TELL:
+        return ""
+    if verdict is None:
+        return "a run of your own: --run"
+    if judged["needed"]:
+        return f"at least {judged['needed']:,} values"
+    metric = judged["key"].partition(".")[0]
+    if metric in FROM_THE_QUERY and scenario == "offline":
+        return "a run with --scenario server"
+    if verdict is Verdict.INTERRUPTED and judged["found"] is not None:
+        return "a run that is not interrupted"
+    return SETTLES.get(metric, "a run that completes samples")
 
 
 def _open(
@@ -125,8 +164,7 @@ def _open(
     for judged in limits:
         for one in judged["limits"]:
             if one["answer"] == Answer.CANNOT_TELL:
-                settle = f"at least {one['needed']:,} values" if one["needed"] else ""
-                yield _question("limit", f"{one['label']}: is the limit met?", one["why"], settle, judged["run"])
+                yield _question("limit", f"{one['label']}: is the limit met?", one["why"], one["settle"], judged["run"])
     for claim in claims:
         if claim["answer"] == "cannot be determined":
             yield _question("claim", claim["text"], claim["why"], "; ".join(claim["evidence_that_would_settle"]))

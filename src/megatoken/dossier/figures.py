@@ -11,6 +11,7 @@ from megatoken.analysis.energy import run_energy, system_energy
 from megatoken.analysis.history import machine_of
 from megatoken.analysis.machine import accelerator_name, rate_state, run_accelerators
 from megatoken.analysis.published import accelerator_facts
+from megatoken.analysis.statistics import leading_rates
 from megatoken.errors import UsageError
 from megatoken.planning.commands import cost, energy, rate_of_nodes
 from megatoken.planning.figures import Plan, State
@@ -56,17 +57,24 @@ def measured_by_run(run: Run) -> dict[str, Any]:
     p99s = {f"{name}_p99": (result.get(f"{name}_seconds") or {}).get("p99") for name in ("ttft", "tpot", "latency")}
     if result.get("scenario") == "offline":
         p99s |= {"ttft_p99": None, "latency_p99": None}  # of samples that are all due at once
-    names = ("model", "precision", "scenario", "data_set", "samples_completed", "output_tokens_per_second")
+    names = ("model", "precision", "scenario", "data_set", "samples_completed")
     count, accelerator, machine = run_accelerators(run), accelerator_name(run), _machine(run)
     return {
         "of": run.path.name,
         "subject": _subject([result.get(name) for name in names[:3]], count, accelerator, machine),
         **{name: result.get(name) for name in names},
+        "output_tokens_per_second": leading_rates(result)["output_tokens_per_second"],
         "duration_seconds": result.get("duration_seconds"),
         "machine": machine,
         "accelerator": accelerator,
         "accelerators": count,
         **{f"{name}_seconds": value for name, value in p99s.items()},
+        "p99s_of_too_few": any(
+            "p99" in (result.get(f"{name.removesuffix('_p99')}_seconds") or {}).get("unreliable", ())
+            for name, value in p99s.items()
+            if value is not None
+        ),
+        "loadgen_validity": result.get("loadgen_validity"),
         "state": rate_state(run),
         "verdict": run.verdict,
         "label": None,
@@ -119,6 +127,7 @@ def measured_by_audit(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "duration_seconds": makespan.get("seconds"),
                 "output_tokens_per_second": found.sum_of_rates_tokens_per_second,
                 "verdict": None,
+                "loadgen_validity": None,
                 "label": found.sum_label,
                 "if_together": makespan.get("output_tokens_per_second") if makespan.get("conditional") else None,
             }
@@ -137,6 +146,7 @@ def measured_by_audit(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
             "duration_seconds": one.get("duration_seconds"),
             "output_tokens_per_second": one.get("output_tokens_per_second"),
             "verdict": one.get("validity"),
+            "loadgen_validity": one.get("validity"),
             "label": "LoadGen's own result",
             "if_together": None,
         }

@@ -23,6 +23,7 @@ from megatoken.analysis.limits import (
 from megatoken.analysis.lookup import Unreadable, read_runs
 from megatoken.analysis.machine import accelerator_name, run_accelerators
 from megatoken.analysis.published import accelerator_facts
+from megatoken.analysis.statistics import leading_rates
 from megatoken.errors import ExitCode, UsageError
 from megatoken.files import new_document
 from megatoken.planning.assumptions import load_assumptions
@@ -75,10 +76,10 @@ def machine_hour(run: Run, given: float | None = None) -> MachineHour | None:
 
 def request_price(run: Run, given: float | None = None) -> RequestPrice | None:
     """What one request of the run costs on the busy machine; None where the price or the rate is unknown."""
-    hour, rate = machine_hour(run, given), run.result.get("samples_per_second")
+    hour, rates = machine_hour(run, given), leading_rates(run.result)
+    rate, tokens = rates["samples_per_second"], rates["output_tokens_per_second"]
     if hour is None or not rate:
         return None
-    tokens = run.result.get("output_tokens_per_second")
     return RequestPrice(
         dollars_each(hour.dollars, rate),
         1e6 * dollars_each(hour.dollars, tokens) if tokens else None,

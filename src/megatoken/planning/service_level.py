@@ -9,7 +9,7 @@ import numpy as np
 
 from megatoken.analysis.goodput import goodput
 from megatoken.analysis.series import Floats
-from megatoken.analysis.statistics import Samples, samples_needed
+from megatoken.analysis.statistics import Samples, leading_rates, samples_needed
 from megatoken.text import count_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Verdict:
 def judge_run(run: Run, level: ServiceLevel) -> Verdict:
     """Whether ``run``, which completed at least one sample, kept ``level``."""
     result = run.result
-    seconds = result["output_tokens"] / result["output_tokens_per_second"]
+    seconds = result["output_tokens"] / leading_rates(result)["output_tokens_per_second"]
     return judge(Samples.of(run.requests), level, offline=result.get("scenario") == "offline", seconds=seconds)
 
 

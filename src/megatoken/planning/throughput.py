@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from megatoken.analysis.machine import accelerator_name, contentions, rate_state, run_accelerators
+from megatoken.analysis.statistics import leading_rates
 from megatoken.engine.config import SHAPES
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
@@ -200,7 +201,7 @@ def _with_replica(throughput: Throughput, model: str | None, precision: str | No
 def from_runs(
     runs: Sequence[Run], assumptions: Assumptions, *, accelerators: int | None = None, accelerator: str | None = None
 ) -> Throughput:
-    """The rate of a run by its scenario's definition; for repeats of one test, the geometric mean.
+    """The rate of a run, see ``leading_rates``; for repeats of one test, the geometric mean.
 
     Interrupted runs are left out if others finished; the service level is that of the run that kept it least.
     ``accelerators`` and ``accelerator`` are for folders that do not state them, as of an engine on CPUs.
@@ -221,7 +222,7 @@ def from_runs(
     used = run_accelerators(first) or accelerators
     if accelerators not in (None, used):
         raise UsageError(f"{first.path}: expected {accelerators} accelerators, the run used {used}")
-    rates = interval([float(run.result["output_tokens_per_second"]) for run in whole])
+    rates = interval([float(leading_rates(run.result)["output_tokens_per_second"]) for run in whole])
     tokens_out, samples = (sum(run.result[name] for run in whole) for name in ("output_tokens", "samples_completed"))
     tokens_in = [run.result["input_tokens"] for run in whole]
     source = f"{first.path} ({first.verdict})" if len(runs) == 1 else _mean_of(whole)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatoken.analysis.machine import simulated_gpu
 from megatoken.analysis.qualified import agreement
-from megatoken.analysis.statistics import ARRIVING, SOAK, STAGES, Samples, steady_span
+from megatoken.analysis.statistics import ARRIVING, SOAK, STAGES, Samples, leading_rates, leads_with_drain, steady_span
 from megatoken.report.blocks import Badge
 from megatoken.runs.reasons import CAUSES
 from megatoken.runs.run import Run, Verdict
@@ -139,17 +139,19 @@ def metric_rows(run: Run) -> list[MetricRow]:
     result = run.result
     offline = result.get("scenario") == "offline"
     arrives, soak = result.get("scenario") in ARRIVING, result.get("scenario") == SOAK
-    rows = [
+    leading = leading_rates(result)
+    rates = [
         _single(result, "Output rate under load" if soak else "Output rate", "tokens/s", "output_tokens_per_second"),
-        *(
-            [_single(result, "Output rate with drain", "tokens/s", "whole_run_output_tokens_per_second")]
-            if arrives or soak
-            else []
-        ),
+        _single(result, "Output rate with drain", "tokens/s", "whole_run_output_tokens_per_second"),
+    ]
+    if leads_with_drain(result):
+        rates = [rates[1], replace(rates[0], label="Output rate by LoadGen")]
+    rows = [
+        *rates[: 1 + (arrives or soak)],
         _single(result, "Output rate when steady", "tokens/s", "steady_output_tokens_per_second"),
         *_together(result.get("aggregate")),
-        _single(result, "Input + output rate", "tokens/s", "processed_tokens_per_second"),
-        _single(result, "Sample rate", "samples/s", "samples_per_second"),
+        _single(leading, "Input + output rate", "tokens/s", "processed_tokens_per_second"),
+        _single(leading, "Sample rate", "samples/s", "samples_per_second"),
         _latency(result, "Time per output token", "tpot_seconds"),
         _latency(result, "First token since query" if offline else "Time to first token", "ttft_seconds"),
         _latency(result, "Last token since query" if offline else "Latency", "latency_seconds"),

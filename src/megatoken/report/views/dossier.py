@@ -33,6 +33,7 @@ FORM_TONES = {"yes": "good", "no": "bad", "unknown": "quiet"}
 CLAIMS_NAMED = 3
 MEASURED_NAMED = 3
 COSTS_NAMED = 4
+FEW = "Too few samples for a p99 with 99 % confidence."
 
 
 def dossier_view(document: Document) -> View:
@@ -117,7 +118,9 @@ def _holds(document: Document) -> tuple[Cell, Cell]:
 
 def _what(measured: Sequence[Document]) -> tuple[Cell, Cell]:
     badges = tuple(dict.fromkeys(badge for one in measured for badge in _state(one)))
-    words = [Words(_measurement(one)) for one in measured[:MEASURED_NAMED]]
+    words = []
+    for one in measured[:MEASURED_NAMED]:
+        words += [Words(_measurement(one)), *([Words(FEW)] if one.flag("p99s_of_too_few") else [])]
     reduced = [Words(f"{reason}.") for one in measured[:MEASURED_NAMED] for reason in one.texts("reduced_by")]
     if reduced:
         badges += (Badge("reduced by other work", "warn"),)
@@ -135,6 +138,8 @@ def _state(one: Document) -> Iterator[Badge]:
     badge = state_cell(state)
     if state != "measured" and isinstance(badge, Badge):
         yield badge
+    if one.text("loadgen_validity") == Verdict.INVALID:
+        yield Badge("LoadGen: INVALID", "bad")
 
 
 def _measurement(one: Document) -> str:
@@ -143,7 +148,13 @@ def _measurement(one: Document) -> str:
     together = one.number("if_together")
     more = f"; {precise(together)} as one run, had all nodes started together" if together is not None else ""
     ran = one.text("subject", one.text("of"))
-    return f"{precise(one.number('output_tokens_per_second'))} output tokens/s{label}: {ran}{more}."
+    return f"{precise(one.number('output_tokens_per_second'))} output tokens/s{label}, {_amount_of(one)}: {ran}{more}."
+
+
+def _amount_of(one: Document) -> str:
+    """How much work a rate rests on."""
+    samples, seconds = one.number("samples_completed"), one.number("duration_seconds")
+    return f"{'unknown' if samples is None else count_of(round(samples), 'sample')} in {number(seconds)} s"
 
 
 def _met(limits: Sequence[Document]) -> tuple[Cell, Cell]:
@@ -216,13 +227,17 @@ def _unknown(opened: Sequence[Document]) -> tuple[Cell, Cell]:
     if not opened:
         return Badge("nothing open", "good"), "Every question has an answer."
     counts = Counter(one.text("kind") for one in opened)
-    parts = [count_of(counts[kind], *names) for kind, names in KINDS.items() if counts[kind]]
-    words = [Words(f"{', '.join(parts)}.")]
+    parts = [count_of(counts[kind], *names) for kind, names in KINDS.items() if counts[kind] and kind != "form"]
+    others, of_form = len(opened) - counts["form"], counts["form"]
+    words = [Words(f"{', '.join(parts)}.")] if others else []
     for kind in ("claim", "check"):
         if names := [f"“{one.text('question')}”" for one in opened if one.text("kind") == kind]:
             words.append(Words(f"No answer to the {KINDS[kind][len(names) > 1]} {some([*dict.fromkeys(names)])}."))
-    others = len(opened) - counts["form"]
-    return Badge(f"{others} open" if others else "checklist open", "warn"), tuple(words)
+    badges = [Badge(f"{others} open", "warn")] if others else []
+    if of_form:
+        badges.append(Badge(f"checklist: {of_form} open", "warn"))
+        words.append(Words(f"Of the checklist {count_of(of_form, 'question is', 'questions are')} open too."))
+    return tuple(badges), tuple(words)
 
 
 def _measured(measured: Sequence[Document]) -> Table:
@@ -241,16 +256,16 @@ def _measured(measured: Sequence[Document]) -> Table:
             machine.append(Words(f"{count:,.0f} × {accelerator or 'accelerators'}", "quiet"))
         ran = [Words(one.text("model"), "strong")]
         ran += [Words(one.text(name), "quiet") for name in ("precision", "scenario", "data_set") if one.text(name)]
-        much = f"{number(one.number('samples_completed'))} samples in {number(one.number('duration_seconds'))} s"
         p99s = [f"{name} {precise(value)} s" for name, key in _P99S.items() if (value := one.number(key)) is not None]
+        few = [Words(FEW, "quiet")] if one.flag("p99s_of_too_few") else []
         rows.append(
             (
                 (Words(one.text("of"), "strong"),),
                 tuple(ran),
                 tuple(machine),
                 tuple(rate),
-                much,
-                "; ".join(p99s),
+                _amount_of(one),
+                (Words("; ".join(p99s)), *few),
                 state,
             )
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatoken.analysis.series import gpu_errors, numbers, tokens_from_start, totals_over_time
-from megatoken.analysis.statistics import Samples
+from megatoken.analysis.statistics import Samples, leading_rates
 from megatoken.files import mapping, mappings
 from megatoken.hardware.nvml import HARMFUL_REASONS, words_of
 from megatoken.report.blocks import Figure
@@ -46,7 +46,7 @@ def time_figures(run: Run, samples: Samples, limits: Sequence[Limits]) -> Iterat
         return
     columns = ["output_tokens", "in_flight", "waiting", "batched_tokens", "max_batched_tokens", "pages_free", "pages"]
     times, tokens, in_flight, waiting, tokens_of_step, budget, pages_free, pages = totals_over_time(run.series, columns)
-    average = run.result.get("output_tokens_per_second")
+    average = leading_rates(run.result)["output_tokens_per_second"]
     window = run.result.get("steady_window_seconds")
     output = Panel(
         "tokens/s",

@@ -17,6 +17,8 @@ from megatoken.analysis.statistics import (
     STEADY_SHARE,
     Samples,
     latency_origin,
+    leading_rates,
+    leads_with_drain,
 )
 from megatoken.planning.run_price import judge_run, request_price
 from megatoken.report.bars import Dot, dot_chart
@@ -55,7 +57,8 @@ from megatoken.text import count_of, is_number, natural, number, precise
 
 DEFINITIONS = {
     "Output rate": "Output tokens of the completed samples over the time from the start of the run to the"
-    " last completion; in Server and Interactive, as LoadGen rates them, to the completion of the sample issued last."
+    " last completion, drain included. LoadGen, and so MLPerf, rates Server and Interactive to the completion of the"
+    " sample issued last: that rate stands first where MLPerf's rules are claimed, and can be above the rate offered."
     " In a soak, under load: the output tokens of its time series until the load ends, over that time. With drain:"
     " those of completed samples, to the last completion. Failed and cancelled samples do not count.",
     "Steady window": f"From the first to the last moment at which at least {STEADY_SHARE * 100:g} % of the peak"
@@ -131,11 +134,12 @@ def _summary(run: Run) -> Iterator[Block]:
     facts = [
         f"{number(completed)} sample{'s' * (completed != 1)} in {number(result.get('duration_seconds'))} s",
         f"rated over {number(result.get('rated_seconds'))} s under load" if result.get("scenario") == SOAK else "",
+        "drain included" if leads_with_drain(result) else "",
         str(run.environment.get("hostname", "")),
         str(result.get("created_at", "")).replace("T", " ").replace("Z", " UTC"),
         run.path.name,
     ]
-    rate = number(result.get("output_tokens_per_second"))
+    rate = number(leading_rates(result)["output_tokens_per_second"])
     yield Headline(rate, "output tokens/s", " · ".join(fact for fact in facts if fact))
     yield VerdictBlock((verdict_badge(run.verdict),), meaning(run))
     if answer := search_answer(result):
@@ -165,8 +169,8 @@ def _notes(run: Run) -> Iterator[Points]:
 
 def _at_a_glance(run: Run) -> Iterator[Cards]:
     """What a buyer asks of these prompts on this machine: slowest answers, price; each with its arithmetic."""
-    result = run.result
-    if not result.get("output_tokens_per_second"):
+    result, rates = run.result, leading_rates(run.result)
+    if not rates["output_tokens_per_second"]:
         return
     cards = []
     for label, name, unit in (
@@ -182,8 +186,8 @@ def _at_a_glance(run: Run) -> Iterator[Cards]:
         cards.append(("Price of a request", f"${precise(price.dollars)}", price.formula))
     else:
         cards.append(("Price of a request", "unknown", "--dollars-per-hour gives the price of the machine"))
-    if is_number(rate := result.get("samples_per_second")):
-        tokens = f"{number(result.get('output_tokens'))} output tokens in {number(result.get('rated_seconds'))} s"
+    if is_number(rate := rates["samples_per_second"]):
+        tokens = f"{number(result.get('output_tokens'))} output tokens in {number(rates['rated_seconds'])} s"
         cards.append(("Requests", f"{number(rate)}/s", "" if result.get("scenario") == SOAK else tokens))
     yield Cards(tuple(cards))
 
