@@ -23,6 +23,7 @@ from cli_support import (
     write_lines,
 )
 from examples import every
+from megatoken.cli.generate import NOT_A_CHAT
 from megatoken.config import AnswerConfig, load_flags, load_run_config
 from megatoken.harness.generate import stream_prompt
 
@@ -145,6 +146,21 @@ def test_a_prompt_from_the_command_line_is_streamed(model: Path, tmp_path: Path)
     assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
     code, stdout, err = generate("--model", model, "--prompt", "hello", "--max-tokens", 12)
     assert (code, stdout, err) == (0, json.loads(out.read_text())["text"] + "\n", "")
+
+
+def test_chat_sends_the_prompt_by_the_models_template(tmp_path: Path) -> None:
+    folder, out = make_checkpoint(tmp_path / "model"), tmp_path / "out.jsonl"
+    asked = ("--model", folder, "--max-tokens", 12)
+    code, stdout, err = generate(*asked, "--chat", "--prompt", "hello")
+    assert (code, stdout) == (2, "") and "has no chat template; leave --chat out" in err
+    (folder / "chat_template.jinja").write_text("<{{ messages[0].role }}>{{ messages[0].content }}")
+    prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "<user>hello"}, {"prompt": "hello"})
+    assert generate(*asked, "--prompts", prompts, "--out", out)[0] == 0
+    chat, plain = (json.loads(line)["text"] + "\n" for line in out.read_text().splitlines())
+    assert generate(*asked, "--chat", "--prompt", "hello") == (0, chat, "")
+    assert generate(*asked, "--prompt", "hello") == (0, plain, f"{NOT_A_CHAT}\n")
+    code, _, err = generate(*asked, "--chat", "--prompts", prompts, "--out", out)
+    assert code == 2 and "--chat: applies to --prompt TEXT" in err
 
 
 def test_a_streamed_prompt_is_held_against_vocabulary_and_context_like_one_of_a_file(tmp_path: Path) -> None:
@@ -393,4 +409,6 @@ def test_the_example_of_the_docs_is_answered_as_it_says() -> None:
     text = (Path(__file__).parents[1] / "docs" / "accuracy.md").read_text()
     example = json.loads(text.partition("```json\n")[2].partition("```")[0])
     out = call_here("generate", "--prompt", example["prompt"], "--max-tokens", example["max_tokens"])
-    assert out == (0, f"{example['reference']}\n", "")
+    assert out == (0, f"{example['reference']}\n", f"{NOT_A_CHAT}\n")
+    as_chat = call_here("generate", "--chat", "--prompt", example["prompt"], "--max-tokens", example["max_tokens"])
+    assert as_chat == (0, f"{example['reference']}\n", "")

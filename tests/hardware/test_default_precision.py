@@ -16,6 +16,7 @@ from megatoken.engine.device import settle
 from megatoken.hardware import doctor, precision
 from megatoken.hardware.inventory import BF16_INSTRUCTIONS, cpu, multiplies_bf16
 from megatoken.hardware.precision import settle_fastest
+from megatoken.harness import prepare
 from megatoken.runs.run import read_run
 from megatoken.serve.opened_engine import open_engine
 from megatoken.serve.options import ServeConfig, ServeEngineSection
@@ -29,7 +30,7 @@ def chosen(config: EngineConfig) -> str:
 
 @pytest.fixture(params=[False, True], ids=["without", "with"])
 def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    for module in (precision, doctor):
+    for module in (precision, doctor, prepare):
         monkeypatch.setattr(module, "multiplies_bf16", lambda: request.param)
     return bool(request.param)
 
@@ -71,6 +72,14 @@ def test_the_run_says_what_was_chosen_and_a_named_precision_stays(has_bf16: bool
     default = "bf16" if has_bf16 else "fp32"
     assert run("default") == (default, default, not has_bf16)
     assert run("named", "--precision", "bf16") == ("bf16", "bf16", False)
+
+
+@pytest.mark.parametrize("named", ["bf16", "fp32", None])
+def test_a_dry_run_warns_of_a_named_precision_that_the_processor_widens(has_bf16: bool, named: str | None) -> None:
+    flags = ("--precision", named) if named else ()
+    code, out, _ = call_here("run", "--dry-run", "--model", "tiny", "--engine.device", "cpu", *flags)
+    assert code == 0
+    assert ("widen each bf16 value" in out) is (named == "bf16" and not has_bf16)
 
 
 def test_the_server_knows_what_was_chosen(has_bf16: bool) -> None:

@@ -32,9 +32,22 @@ def test_the_same_machine_would_run_the_same_and_does(original: Path, tmp_path: 
     code, out, _ = call_here("rerun", original, "--out", tmp_path, "--json")
     document = json.loads(out)
     assert document["equal"] and document["plan_sha256"]["then"] == document["plan_sha256"]["now"]
-    assert code == (3 if document["rates"]["agree"] is False else 0)
+    rates = document["rates"]
+    assert code == (3 if rates["agree"] is False else 0)
+    assert (rates["agree"] is None) is ("why_no_interval" in rates)
     (again,) = tmp_path.iterdir()
     assert plan_differences(plan_of_run(read_run(original)), plan_of_run(read_run(again))) == []
+
+
+def test_a_run_that_is_too_short_for_an_interval_says_so(original: Path, tmp_path: Path) -> None:
+    config = {**read_run(original).config, "samples": 1}
+    (original.parent.parent / "short.yaml").write_text(json.dumps(config))
+    short = tmp_path / "short"
+    assert call_here("run", original.parent.parent / "short.yaml", "--out", short)[0] == 0
+    _, out, _ = call_here("rerun", next(short.iterdir()), "--out", tmp_path / "again")
+    assert "rates not judged" in out
+    assert "too short: an interval needs 10 rows of one second in its series.parquet, and it has" in out
+    assert "make the first run again with --min-duration 30" in out
 
 
 def test_another_package_seed_and_machine_are_named(original: Path, tmp_path: Path) -> None:

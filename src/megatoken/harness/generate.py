@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -70,8 +70,10 @@ def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: 
     partial.unlink()
 
 
-def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iterator[str]:
-    """Yields the answer to ``prompt`` as it is made.
+def stream_prompt(
+    config: RunConfig, answers: AnswerConfig, prompt: str, render: Callable[[str], str] | None = None
+) -> Iterator[str]:
+    """Yields the answer to ``prompt``, or to what ``render`` makes of it, special tokens included, as it is made.
 
     Raises:
         CheckpointError, CapacityError, DatasetError, RequestError: what cannot be used.
@@ -85,7 +87,8 @@ def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iter
         raise RequestError("--prompt: must be UTF-8 text, and some of its bytes are not") from None
     progress = Progress(quiet=True)
     with open_backend(_with_ids(config), progress) as backend:
-        request = _prompt_request(config, answers, prompt, backend)
+        text_in = prompt if render is None else render(prompt)
+        request = _prompt_request(config, answers, text_in, backend, add_special=render is None)
         tokenizer = backend.tokenizer()
         text = TextStream(tokenizer) if tokenizer is not None else None
         with backend.load() as target:
@@ -111,7 +114,9 @@ def _with_ids(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"text": True})
 
 
-def _prompt_request(config: RunConfig, answers: AnswerConfig, prompt: str, backend: Backend) -> Request:
+def _prompt_request(
+    config: RunConfig, answers: AnswerConfig, prompt: str, backend: Backend, *, add_special: bool
+) -> Request:
     model = backend.served()
     if model.shape is None or model.memory is None:
         return Request(prompt, config.max_tokens, answers.sampling(), answers.stop_token_ids)
@@ -120,7 +125,7 @@ def _prompt_request(config: RunConfig, answers: AnswerConfig, prompt: str, backe
     if tokenizer is None:
         raise RequestError(f"{model.name} has no tokenizer.json; give token ids in a file with --prompts")
     _warn(tokenizer, model.shape)
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt, add_special=add_special)
     check_ids("--prompt", "token id", ids, model.shape.vocabulary_size)
     stated = config.max_tokens if "max_tokens" in config.model_fields_set else None
     room = answer_room("--prompt", len(ids), stated, model.memory.max_length)

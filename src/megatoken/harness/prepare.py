@@ -33,6 +33,7 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
 from megatoken.files import plain, redact
 from megatoken.hardware.host_sensors import read_meter
+from megatoken.hardware.inventory import multiplies_bf16
 from megatoken.harness.loadgen_plan import (
     OFFERED_SHARES,
     full_length,
@@ -178,7 +179,7 @@ def prepare(config: RunConfig, backend: Backend, *, brings_requests: bool = Fals
                 notes.append(reason("ACCURACY_GATE", share=SHARE))
             else:
                 notes.append(reason("ACCURACY_NOT_JUDGED"))
-    warnings = [*tokenizer_warnings(tokenizer, model.shape), *_unit_warnings(config)]
+    warnings = [*tokenizer_warnings(tokenizer, model.shape), *_unit_warnings(config), *_widened(config, model)]
     if config.rules:
         rows, rows_required = len(data_set.requests), run_benchmark(config).rows
         if rows != rows_required:
@@ -320,6 +321,14 @@ def _unit_warnings(config: RunConfig) -> Iterator[str]:
         limit = attrgetter(key)(config)
         if limit is not None and limit > LONGEST_USUAL_LIMIT_SECONDS:
             yield f"{key} is {limit:g} seconds; if {limit:g} ms are meant, give {limit / 1000:g}"
+
+
+def _widened(config: RunConfig, model: ServedModel) -> Iterator[str]:
+    """Warns of a format that was named and that this processor has no instructions for."""
+    on_cpu = model.memory is not None and model.memory.device == "cpu"
+    here = config.rack.cluster is None and config.rack.simulated_gpu is None
+    if config.precision in ("bf16", "fp8") and on_cpu and here and not multiplies_bf16():
+        yield reason("BF16_WIDENED")["message"]
 
 
 def _is_reference(config: RunConfig) -> bool:

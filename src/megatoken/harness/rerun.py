@@ -24,6 +24,7 @@ from megatoken.runs.plan_hash import changed_parts, plan_differences, plan_hash,
 from megatoken.runs.run import CONFIG, Run, read_run
 
 SPANS = 10  # of the rated time, whose rates give an interval
+LONG_ENOUGH_SECONDS = 30
 SCENARIOS = ("offline", "server", "interactive", "singlestream")
 RULE = (
     f"the rates agree if 1 lies in the 95 % interval of their ratio (Welch's t on the logarithms of the output rates of"
@@ -88,7 +89,10 @@ def _document(run: Run, then: dict[str, str], now: dict[str, str], again: Run | 
 
 def _rates(run: Run, again: Run) -> dict[str, Any]:
     rates = [one.result.get("output_tokens_per_second") for one in (run, again)]
-    interval = ratio_interval(_span_rates(again), _span_rates(run))
+    spans = [_span_rates(one) for one in (run, again)]
+    interval = ratio_interval(spans[1], spans[0])
+    short = [one for one, of in zip((run, again), spans, strict=True) if len(of) < 2]
+    why = {"why_no_interval": _why_no_interval(short[0])} if short else {}
     return {
         "then_output_tokens_per_second": rates[0],
         "now_output_tokens_per_second": rates[1],
@@ -97,7 +101,16 @@ def _rates(run: Run, again: Run) -> dict[str, Any]:
         "ratio_high": interval[1] if interval else None,
         "agree": interval[0] <= 1 <= interval[1] if interval else None,
         "rule": RULE,
+        **why,
     }
+
+
+def _why_no_interval(short: Run) -> str:
+    return (
+        f"{short.path.name} is too short: an interval needs {SPANS} rows of one second in its series.parquet, and"
+        f" it has {len(short.series)}; make the first run again with --min-duration {LONG_ENOUGH_SECONDS}, then re-run"
+        " that one"
+    )
 
 
 def _span_rates(run: Run) -> Sequence[float]:

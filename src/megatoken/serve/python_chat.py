@@ -49,14 +49,31 @@ class ChatTemplate:
         Raises:
             RequestError: the model has no template or no tokenizer, or the template cannot render this.
         """
+        text = self.text(messages, tools=tools, continue_final_message=continue_final_message, **variables)
+        if engine.tokenizer is None:
+            raise RequestError("the model has no tokenizer.json, so its chats cannot be encoded", "messages")
+        return engine.tokenizer.encode(text, add_special=False)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a template for chats without tools."""
+        return DEFAULT in self._templates.by_name
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt before it is encoded, special tokens included; arguments and errors as of ``prompt``."""
         from megatoken.serve.template_process import render  # loads jinja2
 
         by_name = self._templates.by_name
         template = by_name.get(TOOL_USE if tools and TOOL_USE in by_name else DEFAULT)
         if template is None:
             raise RequestError("the model has no chat template; give ChatTemplate a file", "messages")
-        if engine.tokenizer is None:
-            raise RequestError("the model has no tokenizer.json, so its chats cannot be encoded", "messages")
         chat = {
             **self._templates.tokens,
             "documents": None,
@@ -67,8 +84,7 @@ class ChatTemplate:
             "continue_final_message": continue_final_message,
         }
         try:
-            text = render(template, chat)
+            return render(template, chat)
         except Exception as error:  # a template can raise anything
             why = f"{error or type(error).__name__}"
             raise RequestError(f"the chat template cannot render these messages: {why}", "messages") from error
-        return engine.tokenizer.encode(text, add_special=False)

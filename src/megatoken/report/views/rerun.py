@@ -21,12 +21,14 @@ def rerun_view(document: Document) -> View:
     if (agree := rates.flag("agree")) is not None:
         badge = Badge("rates agree", "good") if agree else Badge("rates differ", "bad")
         summary.append(Verdict((badge,), rates.text("rule")))
+    if why := rates.text("why_no_interval"):
+        summary.append(Verdict((Badge("rates not judged", "warn"),), why))
     rows = tuple((one.text("key"), one.text("then") or "-", one.text("now") or "-") for one in differences)
     sections = (
         section("Differences", Table("Differences", (Column("What"), Column("Then"), Column("Now")), rows))
         if rows
         else None,
-        section("Rates", facts_table("Rates", rates.values)) if rates.values else None,
+        section("Rates", facts_table("Rates", rates.without(["why_no_interval"]))) if rates.values else None,
         section("Plan", facts_table("Hash of the plan", document.part("plan_sha256").values)),
     )
     return view(document, "re-run", tuple(summary), tuple(one for one in sections if one is not None), KNOWN)
