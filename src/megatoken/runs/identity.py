@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 CACHE = "file_hashes.json"
 BLOCK_BYTES = 1 << 22
-MOST_THREADS = 4
+MOST_THREADS = 16
 SETTLED_SECONDS = 3.0  # since the last change of a file, before its hash is kept
 MOST_ENTRIES = 4096
 
