@@ -285,7 +285,7 @@ class ChatStream(ChunkStream):
         self._parsers: dict[int, CallParser] = {}
         self._begun: set[int] = set()
         self._called: set[int] = set()
-        self._writers: dict[int, list[Callable[[str], None]]] = {}  # of text and of thoughts, without details
+        self._writers: dict[int, dict[str, Callable[[str], None]]] = {}  # of text and of thoughts, without details
         self._thoughts: defaultdict[int, list[str]] = defaultdict(list)
 
     def add(self, choice: Choice, delta: Delta) -> None:
@@ -299,18 +299,19 @@ class ChatStream(ChunkStream):
             prompt = {"prompt_token_ids": self.prompts[0].token_ids.tolist()} if self._body.return_token_ids else {}
             self._write(choice, first, more=prompt)
             if not self._detailed:  # else an event brings more than text
-                self._writers[choice.index] = [self._text_writer(choice, name) for name in ("content", "reasoning")]
+                names = ("content",) if self._make_parser is None else ("content", "reasoning")
+                self._writers[choice.index] = {name: self._text_writer(choice, name) for name in names}
                 if self._make_parser is None:
-                    choice.write_text = self._writers[choice.index][0]
+                    choice.write_text = self._writers[choice.index]["content"]
         ended = delta.finish_reason is not None
         pieces = self._pieces(choice, delta)
         if not (ended or self._detailed):
-            write_content, write_reasoning = self._writers[choice.index]
+            writers = self._writers[choice.index]
             for piece in pieces:
                 if isinstance(piece, str):
-                    write_content(piece)
+                    writers["content"](piece)
                 elif isinstance(piece, ThoughtText):
-                    write_reasoning(piece.text)
+                    writers["reasoning"](piece.text)
                 else:
                     self._write(choice, _piece_delta(piece))
             return

@@ -22,10 +22,11 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
     """Continue prompts."""
     body = parse_body(CompletionBody, exchange.take_body())
     api.check_body(body)
-    prompts = []
+    prompts: list[Prompt] = []
     for prompt in body.prompts:
+        if prompts:
+            await asyncio.sleep(0)  # a batch must not hold up the streams
         prompts.append(await _prompt(api, body, prompt))
-        await asyncio.sleep(0)  # a batch must not hold up the streams
     grammar, grammar_field = grammar_of(body)
     fields = {
         "max_tokens": max(body.max_tokens, 1),
@@ -128,7 +129,11 @@ class CompletionStream(ChunkStream):
         prompt = self.prompts[choice.index // self._body.n]
         text = prompt.text + delta.text if first else delta.text
         self._offsets[choice.index] += len(text)
-        if text or first or self._detailed or delta.finish_reason is not None:
+        if first and not self._detailed:
+            choice.write_text = frames.text_writer(self.exchange.write, lambda piece: self.chunk(choice, text=piece))
+        if choice.write_text is not None and delta.finish_reason is None:
+            choice.write_text(text)
+        elif text or first or self._detailed or delta.finish_reason is not None:
             chunk = self.chunk(choice, text=text)
             entry = chunk["choices"][0]
             entry["logprobs"] = _logprobs(
@@ -139,5 +144,3 @@ class CompletionStream(ChunkStream):
                 entry |= {"prompt_token_ids": prompt.token_ids.tolist()} if first else {}
             entry |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
             self.write_chunk(chunk)
-        if first and not self._detailed:
-            choice.write_text = frames.text_writer(self.exchange.write, lambda piece: self.chunk(choice, text=piece))

@@ -89,6 +89,11 @@ class Exchange:
         return self._state is _State.ENDED
 
     @property
+    def begins(self) -> bool:
+        """Whether it is a stream of which nothing is written yet."""
+        return bool(self._head_bytes)
+
+    @property
     def tenant_name(self) -> str:
         """Whose request it is; empty for a path that needs no key."""
         return "" if self.request.tenant is None else self.request.tenant.name

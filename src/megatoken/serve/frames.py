@@ -8,6 +8,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _GAP = "\N{OBJECT REPLACEMENT CHARACTER}gap"
 
 
@@ -19,7 +20,7 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 def json_text(value: Any) -> str:
     """Compact JSON; characters beyond ASCII stay, half surrogates do not."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = _COMPACT.encode(value)
     try:
         text.encode()
     except UnicodeEncodeError:

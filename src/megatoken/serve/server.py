@@ -7,6 +7,7 @@ import inspect
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 
@@ -32,6 +33,7 @@ HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, *[A-Za-z0-9_-]+)*")
 USUAL_HEADERS = "authorization, content-type, x-request-id"
 OPEN_METRICS_SECONDS = 0.5  # how long metrics are kept for clients without a key
 SWEEP_SECONDS = 0.5
+FLUSHED_AT_ONCE = 64  # streams; then requests are read, before the rest of a large step is written
 BACKLOG = 4096
 
 
@@ -59,7 +61,7 @@ class Server:
         self._keys: Keys = settings.keys
         self._control = control
         self._ready = False
-        self._dirty: list[Exchange] = []
+        self._dirty: deque[Exchange] = deque()
         self._tasks: set[asyncio.Future[None]] = set()
         self._exchanges: set[Exchange] = set()
 
@@ -137,10 +139,13 @@ class Server:
         return headers
 
     def flush_soon(self, exchange: Exchange) -> None:
-        """Flush all exchanges that wrote in this turn of the loop together in the next."""
+        """Flush it in a turn of the loop to come: those that begin first, so that no first token waits for others."""
         if not self._dirty:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._dirty.append(exchange)
+        if exchange.begins:
+            self._dirty.appendleft(exchange)
+        else:
+            self._dirty.append(exchange)
 
     async def open_metrics(self) -> str:
         """Metrics for a client without a key: without the series of keys, and the engine is seldom asked."""
@@ -169,9 +174,11 @@ class Server:
         return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 
     def _flush(self) -> None:
-        dirty, self._dirty = self._dirty, []
-        for exchange in dirty:
-            exchange.flush()
+        dirty = self._dirty
+        for _ in range(min(FLUSHED_AT_ONCE, len(dirty))):
+            dirty.popleft().flush()
+        if dirty:
+            asyncio.get_running_loop().call_soon(self._flush)
 
     async def _wait(self, exchange: Exchange, answer: Awaitable[None]) -> None:
         try:
