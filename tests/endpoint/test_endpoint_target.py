@@ -90,6 +90,24 @@ def test_times_are_those_at_which_the_server_sent(server: Server) -> None:
     assert last[0].input_tokens == 3 and last[0].finish_reason == "length"
 
 
+@pytest.mark.timing
+def test_requests_leave_when_they_are_due_and_those_cancelled_before_never(server: Server) -> None:
+    with connected(server.url) as target:
+        due_ns = [time.monotonic_ns() + 1_000_000 * after for after in (300, 100, 200, 0)]
+        for at, due in enumerate(due_ns):
+            target.submit(at, *prompts(f"quick {at}", tokens=2), due)
+        sent_ns = {at: events[0].sent_ns for at, events in ends(target).items()}
+        for at, due in enumerate(due_ns):
+            sent = sent_ns[at]
+            assert sent is not None and due <= sent < due + 20_000_000
+        target.submit(4, *prompts("quick 4", tokens=2), time.monotonic_ns() + 300_000_000)
+        target.poll(0.05)
+        target.cancel_all()
+        target.submit(5, *prompts("quick 5", tokens=2), time.monotonic_ns() + 400_000_000)
+        assert list(ends(target)) == [5]
+    assert server.asked["quick 4"] == 0 and server.asked["quick 5"] == 1
+
+
 def test_tokens_of_answers_under_way_are_counted_and_none_twice(server: Server) -> None:
     with connected(server.url) as target:
         (request,) = prompts("ok", tokens=150)  # 3 s; a client process reports every second

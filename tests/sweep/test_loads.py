@@ -11,7 +11,7 @@ from megatoken.errors import UsageError
 from megatoken.harness.sweep import point as point_module
 from megatoken.harness.sweep.loads import ClosedLoop, OpenLoop, arrival_seconds, passes
 from megatoken.harness.sweep.plan import SweepPlan, values_of
-from megatoken.harness.sweep.point import Phases, PointLoad
+from megatoken.harness.sweep.point import EARLY_NS, Phases, PointLoad
 from megatoken.harness.sweep.stages import (
     Stage,
     StagedClosedLoop,
@@ -126,6 +126,33 @@ def test_an_open_loop_that_is_served_runs_to_its_end(clock: Clock) -> None:
     window = load.window_seconds(0)
     assert window is not None
     assert window[1] - window[0] == pytest.approx(30.0, abs=0.05)
+
+
+@pytest.mark.parametrize("step_ns", [SECOND // 1000, SECOND // 40])
+def test_requests_given_before_they_are_due_count_in_the_phase_in_which_they_are_due(
+    clock: Clock, step_ns: int
+) -> None:
+    arrivals = zip(arrival_seconds("poisson", 400.0, 1.0, (0,)), passes(10, (0,)), strict=False)
+    load = PointLoad(OpenLoop(arrivals), Phases(1.0, 5.0), early=True)
+    under_way: list[tuple[int, int]] = []
+    due_ns: list[int] = []
+    early = 0
+    while not load.all_issued:
+        now_ns = clock.now_ns
+        assert now_ns < 8 * SECOND  # the point ends once those due in the window have
+        for one in load.take_issued(0.0):
+            assert one.due_ns is not None and one.issued_ns == max(now_ns, one.due_ns)
+            assert one.due_ns <= now_ns + EARLY_NS
+            early += one.due_ns > now_ns
+            under_way.append((one.due_ns + SECOND // 10, len(due_ns)))
+            due_ns.append(one.due_ns)
+        while under_way and under_way[0][0] <= now_ns:
+            load.complete(under_way.pop(0)[1], 10)
+        clock.now_ns += step_ns
+    assert early > len(due_ns) / 4 and load.ended_by is None
+    window = load.window_seconds(0)
+    assert window is not None and window[1] - window[0] == pytest.approx(5.0, abs=0.06)
+    assert window[1] + 0.1 <= clock.now_ns / SECOND <= window[1] + 0.2  # not before the last of them, nor long after
 
 
 def test_a_target_that_fails_every_request_is_given_up(clock: Clock) -> None:

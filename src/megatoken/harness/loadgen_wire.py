@@ -24,7 +24,8 @@ _COUNTS = struct.Struct("=qqq")
 class Issued:
     """Samples of one call of LoadGen; numbers continue from the call before; the times are ``time.monotonic_ns()``.
 
-    ``due_ns`` is when a load of our own says that they were due; None: at issue, or by LoadGen's schedule.
+    ``due_ns`` is when a load of our own says that they are due; None: at issue, or by LoadGen's schedule. Samples given
+    before they are due count as issued when they are.
     """
 
     issued_ns: int

@@ -109,6 +109,7 @@ class Measurement:
         self._library = rows
         self._data_set = data_set
         self._target = target
+        self._remote = target if isinstance(target, RemoteTarget) else None
         self._record = record
         self._progress = progress
         self._text = text
@@ -132,10 +133,10 @@ class Measurement:
         self._input_tokens = self._output_tokens = 0
         self._noted_output_tokens = 0
         self.failed = 0  # samples that ended with an error
-        if isinstance(target, RemoteTarget):
-            target.begin()
+        if self._remote is not None:
+            self._remote.begin()
             if isinstance(test, HasFileno):
-                target.wake_on(test)
+                self._remote.wake_on(test)
         # This also reads power for the first time: each later reading is the mean since the one before.
         self._before = {(one.node, one.replica): one for one in target.replicas()}
         self.wall_clock = WallClockSteps()  # how far the wall clock was set during the test
@@ -354,9 +355,12 @@ class Measurement:
         if self._text:
             sample.tokenise_ns = self._text.tokenise(row)
             self._spent.tokenise += sample.tokenise_ns
-        sample.submitted_ns = time.monotonic_ns()
+        sample.submitted_ns = max(time.monotonic_ns(), sample.issued_ns)
         try:
-            self._target.submit(number, self._data_set.requests[row])
+            if self._remote is not None and query.due_ns is not None:
+                self._remote.submit(number, self._data_set.requests[row], query.due_ns)
+            else:
+                self._target.submit(number, self._data_set.requests[row])
         except (RequestError, CapacityError) as error:
             self.failed += 1
             return [self._end(number, finish_reason=None, last_ns=None, error=str(error))]

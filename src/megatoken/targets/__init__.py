@@ -76,6 +76,9 @@ class Target(Protocol):
 class RemoteTarget(Target, Protocol):
     """A target that others run: it is observed from outside."""
 
+    def submit(self, sample_id: int, request: Request, due_ns: int = 0) -> None:
+        """Queues a sample, which leaves at ``due_ns`` (``time.monotonic_ns()``), or at once if that has passed."""
+
     def wake_on(self, source: HasFileno) -> None:
         """From now on ``poll`` also returns when ``source`` can be read."""
 

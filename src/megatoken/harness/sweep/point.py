@@ -19,6 +19,7 @@ from megatoken.harness.sweep.loads import Load
 from megatoken.runs.reasons import Reason, reason
 
 LONGEST_WARM_UP = 3.0
+EARLY_NS = 10_000_000  # longer than the measurement loop takes for a turn
 OVERLOAD_SHARE = 0.3  # of the window that must have passed before a growing queue ends it
 FAILED_SHARE, FEWEST_FAILED = 0.5, 20  # requests that fail before a point ends
 
@@ -43,8 +44,11 @@ class Phases:
 class PointLoad:
     """A load with its phases, as the measurement loop drives it."""
 
-    def __init__(self, load: Load, phases: Phases) -> None:
+    def __init__(self, load: Load, phases: Phases, *, early: bool = False) -> None:
+        """``early``: whether the target takes requests before they are due, where the load knows them."""
         self._load = load
+        self._early_ns = EARLY_NS if early and not load.waits else 0
+        self._after_given_ns = 0  # the first moment at which none of the requests given so far is due
         self._phases = phases
         self._due: dict[int, int] = {}  # of every request under way
         self._start_ns: int | None = None
@@ -72,19 +76,21 @@ class PointLoad:
     def patience_seconds(self, longest: float) -> float:
         """How long the target may be polled before another request is due; at most ``longest``."""
         due_ns = None if self.all_issued else self._load.next_due_ns()
-        return longest if due_ns is None else min(longest, max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
+        if due_ns is None:
+            return longest
+        return min(longest, max(0.0, (due_ns - self._early_ns - time.monotonic_ns()) / 1e9))
 
     def take_issued(self, timeout_seconds: float) -> list[Issued]:
-        """The requests that are due now; waits for the first at most about this long."""
+        """The requests that are due now, or soon; waits for the first at most about this long."""
         now_ns = time.monotonic_ns()
         if self._start_ns is None:
             self._start_ns = now_ns
             self._load.start(now_ns)
-        arrivals = self._load.take_due(now_ns)
+        arrivals = self._load.take_due(now_ns + self._early_ns)
         if not arrivals and timeout_seconds > 0 and not self._due:
             time.sleep(self.patience_seconds(timeout_seconds))
             now_ns = time.monotonic_ns()
-            arrivals = self._load.take_due(now_ns)
+            arrivals = self._load.take_due(now_ns + self._early_ns)
         self._advance(now_ns)
         if not arrivals and not self._due and self._load.next_due_ns() is None:
             self._end_window(now_ns)
@@ -96,8 +102,9 @@ class PointLoad:
             if self._within(arrival.due_ns):
                 self._due_within += 1
                 self._unended_within += 1
+            self._after_given_ns = arrival.due_ns + 1
         self.issued += len(arrivals)
-        return [Issued(now_ns, [arrival.row], arrival.due_ns) for arrival in arrivals]
+        return [Issued(max(now_ns, arrival.due_ns), [arrival.row], arrival.due_ns) for arrival in arrivals]
 
     def first_token(self, sample: int, token_id: int) -> None:
         """Does nothing: no load depends on first tokens."""
@@ -126,7 +133,7 @@ class PointLoad:
             elapsed = (now_ns - self._start_ns) / 1e9
             turned_over = elapsed >= self._phases.warm_up_seconds and self._ended >= len(self._due)
             if turned_over or elapsed >= self._phases.longest_warm_up_seconds:
-                self._window_start_ns = now_ns
+                self._window_start_ns = max(now_ns, self._after_given_ns)
                 self._backlog_before = len(self._due)
         elif self._window_end_ns is None:
             elapsed, length = (now_ns - self._window_start_ns) / 1e9, self._phases.window_seconds
@@ -151,4 +158,4 @@ class PointLoad:
 
     def _end_window(self, now_ns: int) -> None:
         if self._window_start_ns is not None and self._window_end_ns is None:
-            self._window_end_ns = now_ns
+            self._window_end_ns = max(now_ns, self._after_given_ns)

@@ -184,7 +184,8 @@ class _Sweep:
         )
 
     def _measure(self, setup: Setup, folder: RunFolder, value: float) -> None:
-        load, data_set, answers = PointLoad(setup.load, self.plan.phases), setup.data_set, setup.answers
+        load = PointLoad(setup.load, self.plan.phases, early=isinstance(self.target, RemoteTarget))
+        data_set, answers = setup.data_set, setup.answers
         window = self.plan.phases.window_seconds
         measurement = Measurement(
             load,

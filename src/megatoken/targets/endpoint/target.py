@@ -38,6 +38,7 @@ class _Sample:
     body: bytes
     max_tokens: int
     forced: bool
+    due_ns: int
     endpoint: int = -1
     client: ClientProcess = field(init=False)
     moved: bool = False
@@ -124,12 +125,12 @@ class EndpointTarget:
         """From now on every answer comes with its text."""
         self._every_text = True
 
-    def submit(self, sample_id: int, request: Request) -> None:
-        """Queues a sample. Raises RequestError if the route does not take its prompt."""
+    def submit(self, sample_id: int, request: Request, due_ns: int = 0) -> None:
+        """Queues a sample, which leaves at ``due_ns``. Raises RequestError if the route does not take its prompt."""
         asking, settings = self._asking, self._settings
         content = _encode(body_of(request, settings.api, asking, stream=settings.stream)).encode()
         forced = request.ignore_end_token and asking.forces
-        self._queue.append(_Sample(sample_id, content, request.max_tokens, forced))
+        self._queue.append(_Sample(sample_id, content, request.max_tokens, forced, due_ns))
         if len(self._open) < self._most:
             self._dispatch()
 
@@ -249,7 +250,8 @@ class EndpointTarget:
         self._open[ticket] = sample
         self._endpoints[at].in_flight += 1
         client.in_flight += 1
-        client.tasks.append(tuple(Task(ticket, at, sample.body, sample.max_tokens, sample.forced, keep)))
+        due_ns = sample.due_ns + (client.host.clock.monotonic_ns if client.host is not None else 0)
+        client.tasks.append(tuple(Task(ticket, at, sample.body, sample.max_tokens, sample.forced, keep, due_ns)))
 
     def _take(self, client: ClientProcess, kind: int, value: Any, events: list[SampleEvent]) -> None:
         if kind == News.LOAD:

@@ -41,7 +41,7 @@ class News(IntEnum):
 
 
 class Task(NamedTuple):
-    """A request to send; ``keep_text`` asks for the text of the answer."""
+    """A request to send at ``due_ns`` by the process's clock; ``keep_text`` asks for the text of the answer."""
 
     ticket: int
     endpoint: int
@@ -49,6 +49,7 @@ class Task(NamedTuple):
     max_tokens: int
     forced: bool
     keep_text: bool
+    due_ns: int
 
 
 class Ended(NamedTuple):

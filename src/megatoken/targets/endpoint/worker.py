@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import os
 import select
 import socket
@@ -20,6 +21,7 @@ from megatoken.hardware.core_wait import CoreWait
 from megatoken.rack.wire import dial
 from megatoken.targets.endpoint import wire
 from megatoken.targets.endpoint.address import cause_of, trust
+from megatoken.targets.endpoint.alarm import Alarm
 from megatoken.targets.endpoint.answers import Flag
 from megatoken.targets.endpoint.bodies import PATHS
 from megatoken.targets.endpoint.connection import Connection, Exchange
@@ -66,6 +68,8 @@ class Client:
         self._out: list[tuple[Any, ...]] = []
         self._unsent: deque[bytes] = deque()
         self._open: dict[int, Exchange] = {}  # by ticket, oldest first
+        self._later: list[tuple[int, int]] = []  # when a request is due, and its ticket; a heap
+        self._alarm = Alarm()
         self._idle: list[list[Connection]] = [[] for _ in settings.addresses]
         self._poll = select.epoll()  # of connections: the loop waits for it as one source
         self._connections: dict[int, Connection] = {}  # by file descriptor
@@ -89,6 +93,7 @@ class Client:
         self._parent.setblocking(False)
         self._loop.add_reader(self._parent.fileno(), self._receive)
         self._loop.add_reader(self._poll.fileno(), self._read)
+        self._loop.add_reader(self._alarm.descriptor, self._send_due)
         self._tasks.add(self._loop.create_task(self._watch()))
         if self._settings.watch_metrics:
             self._tasks |= {self._loop.create_task(self._scrape(at)) for at in range(len(self._idle))}
@@ -165,6 +170,8 @@ class Client:
                 connection.ended(error)
                 continue
             now_ns = monotonic_ns()
+            if now_ns >= self._alarm.due_ns:
+                self._send_due()  # a request that is due goes first
             if events & _WRITE:
                 connection.write()
             if data is None:
@@ -185,6 +192,15 @@ class Client:
     def _again(self, exchange: Exchange) -> None:
         if exchange.task.ticket in self._open:
             self._start(exchange)
+
+    def _send_due(self) -> None:
+        """Sends the requests that are due, and sets the alarm to the next one."""
+        later = self._later
+        while later and later[0][0] <= time.monotonic_ns():
+            exchange = self._open.get(heapq.heappop(later)[1])
+            if exchange is not None:  # else it was cancelled
+                self._start(exchange)
+        self._alarm.set(later[0][0] if later else None)
 
     def _start(self, exchange: Exchange) -> None:
         idle = self._idle[exchange.endpoint]
@@ -281,7 +297,12 @@ class Client:
             for fields in value:
                 exchange = Exchange(Task(*fields), deadline)
                 self._open[exchange.task.ticket] = exchange
-                self._start(exchange)
+                if exchange.task.due_ns <= time.monotonic_ns():
+                    self._start(exchange)
+                else:
+                    heapq.heappush(self._later, (exchange.task.due_ns, exchange.task.ticket))
+            if self._later and self._later[0][0] < self._alarm.due_ns:
+                self._send_due()
 
     def _report(self, event: tuple[Any, ...]) -> None:
         if not self._out:
