@@ -84,6 +84,8 @@ def offline(
     from megatoken.harness.progress import Progress
     from megatoken.harness.run import run_scenario
     from megatoken.mlperf.rounds import round_of_seeds, round_seeds
+    from megatoken.runs.plan_hash import part_hashes, plan_of_run
+    from megatoken.runs.run import read_run
     from megatoken.targets.in_process import InProcessBackend
     from short_rounds import shorten_rounds
 
@@ -109,6 +111,9 @@ def offline(
     for key in ("model", "precision"):
         lines = lines.replace(f"{key}: {getattr(prepared.config, key)}\n", f"{key}: {known[key]}\n")
     configuration.write_text(lines)
+    run = read_run(path)
+    again = {**run.result, "plan_sha256": part_hashes(plan_of_run(run))}
+    (path / "result.json").write_text(json.dumps(again))
     return path
 
 

@@ -65,8 +65,9 @@ def refusals(runs: list[Path], out: Path, **options: str) -> tuple[str, ...]:
 
 
 def rewrite(run: Path, **values: object) -> Path:
-    """Says it in the result, with the notes that such a run has."""
+    """Says it in the result, with the notes that such a run has, as a run without hashes of its plan."""
     result = {**json.loads((run / "result.json").read_text()), **values}
+    result.pop("plan_sha256", None)
     notes = [note for note in result["notes"] if note["code"] != "RANDOM_WEIGHTS"]
     if result["weights"].startswith("random"):
         notes.append(reason("RANDOM_WEIGHTS"))
@@ -354,7 +355,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "binary log": (lambda run: (run / "mlperf/mlperf_log_detail.txt").write_bytes(bytes(99)), "is binary"),
     "no result": (lambda run: (run / "result.json").unlink(), "result.json is missing"),
     "another machine": (
-        lambda run: (run / "environment.json").write_text(json.dumps(H200)),
+        lambda run: (rewrite(run) / "environment.json").write_text(json.dumps(H200)),
         "machine or LoadGen version differs from",
     ),
 }
