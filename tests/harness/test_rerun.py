@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from cli_support import call_here, make_checkpoint
-from megatoken.runs.plan_hash import plan_differences, plan_hash, plan_of_run
+from megatoken.config import RunConfig
+from megatoken.harness.recording import record
+from megatoken.runs.plan_hash import changed_parts, plan_differences, plan_hash, plan_of_run
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
 
 
@@ -83,6 +86,15 @@ def test_another_row_and_another_byte_of_a_weight_are_named(original: Path) -> N
     assert set(found) == {
         *("identity.weights", "identity.weights_sha256", "identity.data_set_sha256", "identity.rows_sha256"),
     }
+
+
+def test_a_hidden_key_is_no_change(original: Path, tmp_path: Path) -> None:
+    endpoint = {"urls": "http://127.0.0.1:9/v1", "start_server": "vllm serve m --api-key sk-123"}
+    folder = record(RunConfig(endpoint=endpoint), read_run(original).result, tmp_path)
+    folder.interrupt(reason("INTERRUPTED", error="KeyboardInterrupt", cause=""))
+    run = read_run(folder.path)
+    assert "sk-123" not in (folder.path / "config.yaml").read_text() and run.result["plan_sha256"]
+    assert changed_parts(run) == []
 
 
 def test_what_is_no_single_run_is_refused(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from megatoken.planning.run_price import judge_run, request_price
 from megatoken.report.blocks import Headline
 from megatoken.report.metrics import metric_rows
 from megatoken.report.views.run import run_view
+from megatoken.runs.plan_hash import changed_parts
 from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.runs.writer import RunFolder
 from megatoken.targets import SampleEvent
@@ -380,7 +381,7 @@ def test_the_search_finds_the_rate_of_a_real_queue(
     too_high = [probe["samples_per_second"] for probe in search["probes"] if probe["valid"] is False]
     assert min(too_high) <= 1.021 * search["samples_per_second"]
     assert finished.path.parent == tmp_path / "runs"
-    assert finished.config["find_rate"] is True
+    assert finished.config["find_rate"] is True and changed_parts(finished) == []
     folders = [finished, *(read_run(finished.path / probe["run_folder"]) for probe in search["probes"])]
     assert all(one.result["core_wait_share"] is not None for one in folders)
     noted = ["CORE_WAIT" in {note["code"] for note in one.result["notes"]} for one in folders]

@@ -22,6 +22,7 @@ from megatoken.analysis.published import (
 )
 from megatoken.analysis.repeats import check_repeats, whole_runs, worst_verdict
 from megatoken.analysis.standing import answer_length
+from megatoken.analysis.statistics import leading_rates
 from megatoken.errors import UsageError
 from megatoken.runs.plan_hash import flat
 from megatoken.text import is_number, precise, suggestion
@@ -140,7 +141,7 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         if not run.result.get("output_tokens_per_second"):
             raise UsageError(f"{run.path}: {run.verdict}, without a rate to compare")
     first, result = whole[0], whole[0].result
-    rates = [float(run.result["output_tokens_per_second"]) for run in whole]
+    rates = [float(leading_rates(run.result)["output_tokens_per_second"]) for run in whole]
     accelerators, nodes = run_accelerators(first), len(result.get("nodes", [])) or 1
     samples = sum(run.result["samples_completed"] for run in whole)
     read = [run.result["input_tokens"] for run in whole]

@@ -14,6 +14,7 @@ from megatoken.analysis.comparison import CONFIDENCE, student_t
 from megatoken.analysis.lookup import names_of
 from megatoken.analysis.machine import run_accelerators, simulated_gpu
 from megatoken.analysis.repeats import setting
+from megatoken.analysis.statistics import leading_rates
 from megatoken.errors import UsageError
 from megatoken.runs.run import Run, Verdict
 from megatoken.text import is_number
@@ -118,7 +119,7 @@ def entry_of(run: Run) -> Entry:
         scenario=_text(result.get("scenario")),
         machine=machine_of(run),
         created_at=_text(result.get("created_at")),
-        output_tokens_per_second=_number(result.get("output_tokens_per_second")),
+        output_tokens_per_second=_number(leading_rates(result)["output_tokens_per_second"]),
         ttft_p99_seconds=_p99(result, "ttft_seconds"),
         tpot_p99_seconds=_p99(result, "tpot_seconds"),
         latency_p99_seconds=_p99(result, "latency_seconds"),

@@ -80,7 +80,7 @@ def configuration(folder: RunFolder) -> Iterator[str]:
     overlap, steps = _at(config, "engine.overlap"), _at(result, "target.steps_in_flight")
     if isinstance(overlap, bool) and steps is not ... and steps != 1 + overlap:
         yield f"target.steps_in_flight {steps}, {CONFIG} engine.overlap {overlap}"
-    yield from (f"{one['key']}: not those whose hash was stored when the run began" for one in changed_parts(run))
+    yield from (f"{one['key']} differs from the hash stored when the run began" for one in changed_parts(run))
     yield from _subject(run)
     yield from _simulated(run)
     if not folder.on_rack:
@@ -438,7 +438,7 @@ def _rate(folder: RunFolder, document: Mapping[str, Any]) -> Iterator[str]:
     if is_number(stated) and (predicted is None or abs(stated / predicted - 1) > PREDICTION_ERROR):
         yield f"prediction.output_tokens_per_second {stated}, {QUALIFICATION} gives {predicted}"
     rate = run.result.get("output_tokens_per_second")
-    if predicted is None or not is_number(rate):
+    if not predicted or not math.isfinite(predicted) or not is_number(rate):
         return
     if not SLOW_RATIO <= rate / predicted <= IMPOSSIBLE_RATIO:
         yield Doubt(agreement(rate, predicted))

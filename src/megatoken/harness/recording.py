@@ -12,6 +12,7 @@ from megatoken.analysis.qualified import machine_of
 from megatoken.analysis.summary import summarise_run
 from megatoken.config import RunConfig
 from megatoken.errors import MegatokenError
+from megatoken.files import plain, redact
 from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.specification import contradictions, data_sheet
 from megatoken.harness.progress import Progress
@@ -56,7 +57,8 @@ def record(
         "text": config.text,
     }
     values = config.model_dump(mode="json")
-    plan = plan_of(values, facts, environment, facts.get("seeds") or {})
+    written = redact(plain(values)), plain(facts), plain(environment)  # as the files will say
+    plan = plan_of(*written, plain(facts.get("seeds") or {}))
     return RunFolder.create(
         out,
         name or run_name(datetime.now(UTC), scenario, config.model),

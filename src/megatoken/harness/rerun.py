@@ -11,6 +11,7 @@ import numpy as np
 
 from megatoken.analysis.comparison import ratio_interval
 from megatoken.analysis.series import tokens_per_second_within
+from megatoken.analysis.statistics import leading_rates
 from megatoken.config import RunConfig, load_run_config
 from megatoken.errors import UsageError
 from megatoken.files import new_document
@@ -88,7 +89,7 @@ def _document(run: Run, then: dict[str, str], now: dict[str, str], again: Run | 
 
 
 def _rates(run: Run, again: Run) -> dict[str, Any]:
-    rates = [one.result.get("output_tokens_per_second") for one in (run, again)]
+    rates = [leading_rates(one.result)["output_tokens_per_second"] for one in (run, again)]
     spans = [_span_rates(one) for one in (run, again)]
     interval = ratio_interval(spans[1], spans[0])
     short = [one for one, of in zip((run, again), spans, strict=True) if len(of) < 2]

@@ -183,7 +183,8 @@ class _WarmUp:
             if (passed >= seconds and self._ended) or not (self._target.state().in_flight or more_come):
                 break
             next_due = len(self._rows) / own_load.rate - passed if more_come else math.inf
-            self._poll(min(POLL_SECONDS, max(0.0, next_due)) if own_load.rate < math.inf else POLL_SECONDS)
+            # one that is due already waits for room, which an event gives
+            self._poll(next_due if 0 < next_due < POLL_SECONDS else POLL_SECONDS)
         limits = self._data_set.output_limits
         done = sum(
             1.0 if sample in self._ended else self._answered.get(sample, 0) / int(limits[row])

@@ -243,7 +243,8 @@ class RunFolder:
         except (OSError, shutil.Error) as error:
             raise StorageError(f"{self.mlperf_directory}: cannot be written ({error})") from error
         self._requests, self._series = run.requests, run.series
-        self._facts = {**self._facts, **run.result}
+        own = {name: value for name, value in run.result.items() if name != "plan_sha256"}  # of its own configuration
+        self._facts = {**self._facts, **own}
         self._write_last(run.verdict, run.reasons, {"rules_unmet": run.rules_unmet, **plain(more)})
 
     def _write_last(self, verdict: Verdict, reasons: Sequence[Reason], result: Mapping[str, Any]) -> None:

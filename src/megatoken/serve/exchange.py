@@ -135,9 +135,9 @@ class Exchange:
         self.connection.flush_soon(self)
 
     def write(self, frames: bytes) -> None:
-        """Send frames of the stream; all of one turn of the event loop leave in one write."""
+        """Send frames of the stream; all that wait leave in one write."""
         if self._state is _State.STREAMING:
-            if not self._parts:
+            if not (self._parts or self._head_bytes):  # else it will be flushed already
                 self.connection.flush_soon(self)
             self._parts.append(frames)
 

@@ -68,7 +68,7 @@ class Handler(Protocol):
         """Headers of every answer."""
 
     def flush_soon(self, exchange: Exchange) -> None:
-        """Flush the exchange in the next turn of the loop."""
+        """Flush the exchange in a turn of the loop to come."""
 
 
 class _Phase(Enum):
@@ -265,7 +265,7 @@ class Connection(asyncio.Protocol):
         self._handler.held_body_bytes -= count
 
     def flush_soon(self, exchange: Exchange) -> None:
-        """Flush ``exchange`` in the next turn of the loop; end it if its client does not read."""
+        """Flush ``exchange`` in a turn of the loop to come; end it if its client does not read."""
         if self._stalled_since is not None and self.transport.get_write_buffer_size() > BUFFERED_BYTES:
             self.transport.abort()
         else:

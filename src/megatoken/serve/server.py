@@ -61,6 +61,7 @@ class Server:
         self._keys: Keys = settings.keys
         self._control = control
         self._ready = False
+        self._beginning: deque[Exchange] = deque()  # of which nothing is written yet
         self._dirty: deque[Exchange] = deque()
         self._tasks: set[asyncio.Future[None]] = set()
         self._exchanges: set[Exchange] = set()
@@ -140,12 +141,9 @@ class Server:
 
     def flush_soon(self, exchange: Exchange) -> None:
         """Flush it in a turn of the loop to come: those that begin first, so that no first token waits for others."""
-        if not self._dirty:
+        if not (self._beginning or self._dirty):
             asyncio.get_running_loop().call_soon(self._flush)
-        if exchange.begins:
-            self._dirty.appendleft(exchange)
-        else:
-            self._dirty.append(exchange)
+        (self._beginning if exchange.begins else self._dirty).append(exchange)
 
     async def open_metrics(self) -> str:
         """Metrics for a client without a key: without the series of keys, and the engine is seldom asked."""
@@ -174,11 +172,13 @@ class Server:
         return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 
     def _flush(self) -> None:
-        dirty = self._dirty
-        for _ in range(min(FLUSHED_AT_ONCE, len(dirty))):
-            dirty.popleft().flush()
-        if dirty:
-            asyncio.get_running_loop().call_soon(self._flush)
+        beginning, dirty = self._beginning, self._dirty
+        try:
+            for _ in range(min(FLUSHED_AT_ONCE, len(beginning) + len(dirty))):
+                (beginning or dirty).popleft().flush()
+        finally:  # an error of one stream does not hold up the others
+            if beginning or dirty:
+                asyncio.get_running_loop().call_soon(self._flush)
 
     async def _wait(self, exchange: Exchange, answer: Awaitable[None]) -> None:
         try:

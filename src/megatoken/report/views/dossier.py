@@ -154,7 +154,7 @@ def _measurement(one: Document) -> str:
 def _amount_of(one: Document) -> str:
     """How much work a rate rests on."""
     samples, seconds = one.number("samples_completed"), one.number("duration_seconds")
-    return f"{'unknown' if samples is None else count_of(round(samples), 'sample')} in {number(seconds)} s"
+    return f"{'unknown samples' if samples is None else count_of(round(samples), 'sample')} in {number(seconds)} s"
 
 
 def _met(limits: Sequence[Document]) -> tuple[Cell, Cell]:

@@ -119,7 +119,7 @@ class LocalProcess(ClientProcess):
         super().__init__(connection)
 
     def wait_until_ready(self) -> None:
-        """Waits until the process works, or what it is given meanwhile is sent all at once. Raises MegatokenError."""
+        """Waits until the process works; requests given before that would all leave at once. Raises MegatokenError."""
         self.ping()
         try:
             while not any(kind == News.PONG for kind, _ in self.receive()):

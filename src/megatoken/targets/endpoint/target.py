@@ -379,7 +379,7 @@ class EndpointTarget:
         if host is None:
             return 0
         if sample.ahead_ns is None:
-            ahead_ns = min(host.clock.monotonic_ns, sent_ns - sample.given_ns)
+            ahead_ns = min(host.clock.monotonic_ns, sent_ns - max(sample.given_ns, sample.due_ns))
             sample.ahead_ns = max(ahead_ns, last_ns - time.monotonic_ns())
         return sample.ahead_ns
 

@@ -158,7 +158,10 @@ class Client:
     def _read(self) -> None:
         """Reads each connection that has data, once. This is what a frame costs."""
         connections, monotonic_ns = self._connections, time.monotonic_ns
+        now_ns = monotonic_ns()
         for descriptor, events in self._poll.poll(0, MOST_READY):
+            if now_ns >= self._alarm.due_ns:
+                self._send_due()  # a request that is due goes first
             connection = connections.get(descriptor)
             if connection is None:
                 continue  # closed by what happened to another one
@@ -170,8 +173,6 @@ class Client:
                 connection.ended(error)
                 continue
             now_ns = monotonic_ns()
-            if now_ns >= self._alarm.due_ns:
-                self._send_due()  # a request that is due goes first
             if events & _WRITE:
                 connection.write()
             if data is None:
