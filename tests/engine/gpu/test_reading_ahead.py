@@ -9,7 +9,7 @@ from megatoken.engine.quantized_layouts import Fp8Layout
 from megatoken.engine.tensor_files import find_tensors
 from megatoken.errors import CheckpointError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICE = torch.device("cuda")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
