@@ -26,6 +26,7 @@ def dossier(
     form: Annotated[
         Path | None, flag("FORM.yaml", "Evidence form. Default: the shipped one, all unknown.", "--form")
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every section, not only the first screen.")] = False,
     out: Out = None,
     json_only: Json = False,
 ) -> int:
@@ -42,7 +43,7 @@ def dossier(
     found = [run for path in runs or () for run in read_runs(path)]
     inputs = [*map(audit_file, audits or ()), *(run.path for run in found), *filter(None, (slo, form))]
     document = made(documents, found, asked, read_form(form, out), inputs)
-    deliver(document, json_only=json_only, out=out)
+    deliver(document, json_only=json_only, out=out, full=full)
     if out is not None:
         printed = print_page(out / f"{document['kind']}.html")
         if printed is None:

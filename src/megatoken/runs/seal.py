@@ -108,7 +108,8 @@ def _signed(statement: Mapping[str, Any], key: Path) -> dict[str, str]:
         load_pem_private_key = import_module(f"{_PRIMITIVES}.serialization").load_pem_private_key
     except ImportError:
         raise UsageError(f"--key needs the package cryptography; {how_to_install('seal')}") from None
-    how = f"make one: openssl genpkey -algorithm {ALGORITHM} -out {key}"
+    new = "new-key.pem" if key.exists() else key  # openssl would write over what is there
+    how = f"make one: openssl genpkey -algorithm {ALGORITHM} -out {new}"
     try:
         private = load_pem_private_key(key.read_bytes(), password=None)
     except OSError as error:
