@@ -66,9 +66,9 @@ def test_another_package_seed_and_machine_are_named(original: Path, tmp_path: Pa
     assert plan_hash(then) != plan_hash(now)
     assert {one["key"] for one in plan_differences(then, now)} == {"packages.numpy", "machine.cpu", "config.seed"}
     code, found = differences(copy, "--check")  # the seed is then that of the folder
-    edited = {f"{part} (edited after the run)" for part in ("config", "machine", "packages")}
+    edited = {f"{part} (edited after the run)" for part in ("config.seed", "machine", "packages")}
     assert code == 3 and set(found) == {"packages.numpy", "machine.cpu", *edited}
-    assert found["packages.numpy"][0] == "0.9"
+    assert found["packages.numpy"][0] == "0.9" and found["config.seed (edited after the run)"] == ("0", "5")
 
 
 def test_another_row_and_another_byte_of_a_weight_are_named(original: Path) -> None:

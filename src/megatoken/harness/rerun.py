@@ -12,16 +12,16 @@ import numpy as np
 from megatoken.analysis.comparison import ratio_interval
 from megatoken.analysis.series import tokens_per_second_within
 from megatoken.analysis.statistics import leading_rates
-from megatoken.config import RunConfig, load_run_config
+from megatoken.config import KEYS, RunConfig, load_run_config
 from megatoken.errors import UsageError
-from megatoken.files import new_document
+from megatoken.files import new_document, plain
 from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.command import measure
 from megatoken.harness.prepare import Prepared, resolve
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_prepared
 from megatoken.mlperf.rounds import DEFAULT_ROUND, round_seeds
-from megatoken.runs.plan_hash import changed_parts, plan_differences, plan_hash, plan_of, plan_of_run
+from megatoken.runs.plan_hash import changed_parts, flat, plan_differences, plan_hash, plan_of, plan_of_run
 from megatoken.runs.run import CONFIG, Run, read_run
 
 SPANS = 10  # of the rated time, whose rates give an interval
@@ -73,7 +73,8 @@ def _plan_now(prepared: Prepared) -> dict[str, str]:
 
 
 def _document(run: Run, then: dict[str, str], now: dict[str, str], again: Run | None) -> dict[str, Any]:
-    edited = [{**one, "key": f"{one['key']} (edited after the run)"} for one in changed_parts(run)]
+    edited = [_edited_setting(run, one) or one for one in changed_parts(run)]
+    edited = [{**one, "key": f"{one['key']} (edited after the run)"} for one in edited]
     differences = [*edited, *plan_differences(then, now)]
     rates = None if again is None else _rates(run, again)
     return new_document(
@@ -86,6 +87,21 @@ def _document(run: Run, then: dict[str, str], now: dict[str, str], again: Run | 
         differences=differences,
         rates=rates,
     )
+
+
+def _edited_setting(run: Run, part: dict[str, str | None]) -> dict[str, str | None] | None:
+    """The one setting whose value in ``result.json``, or default, gives the stored hash; None: there is no such."""
+    if part["key"] != "config":
+        return None
+    config = {key: value for key, value in plan_of_run(run).items() if key.startswith("config.")}
+    given = {one["setting"]: one["value"] for one in run.result.get("changed_settings") or ()}
+    for setting, known in KEYS.items():
+        key = f"config.{setting}"
+        then = dict(flat(key, given.get(setting, plain(known.default))))
+        others = {name: value for name, value in config.items() if name != key and not name.startswith(f"{key}.")}
+        if plan_hash(others | then) == part["then"]:
+            return {"key": key, "then": then.get(key), "now": config.get(key)}
+    return None
 
 
 def _rates(run: Run, again: Run) -> dict[str, Any]:
