@@ -9,6 +9,7 @@ import typer
 
 from megatoken.cli.flags import FLAGS, MODEL_KEYS, flag, key_command
 from megatoken.cli.streams import standard_output
+from megatoken.engine.config import REFERENCE
 from megatoken.errors import ExitCode, UsageError
 
 _ANSWER_KEYS = {
@@ -18,7 +19,9 @@ _ANSWER_KEYS = {
     "seed": ("N", "Seed of the random draws."),
     "stop-token-ids": ("ID,ID...", "Token ids that end an answer."),
 }
-NOT_A_CHAT = "note: the prompt is taken as it is; --chat sends it as a message, by the model's chat template"
+NOT_A_CHAT = (
+    "note: the prompt is sent without the chat template; --chat sends it as a message, by that template"
+)
 GenerateCommand = key_command(
     {
         "model": MODEL_KEYS["model"],
@@ -62,7 +65,8 @@ def generate(
         template = ChatTemplate(config.model)
         if chat and not template.known:
             raise UsageError(f"--chat: {config.model} has no chat template; leave --chat out")
-        note = NOT_A_CHAT if template.known and not chat else None
+        settled = chat or config.model == REFERENCE  # whose tasks are prompts without a template
+        note = NOT_A_CHAT if template.known and not settled else None
         render = (lambda text: template.text([{"role": "user", "content": text}])) if chat else None
         for piece in stream_prompt(config, answers, prompt, render):
             if note is not None:
