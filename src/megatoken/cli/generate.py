@@ -19,9 +19,7 @@ _ANSWER_KEYS = {
     "seed": ("N", "Seed of the random draws."),
     "stop-token-ids": ("ID,ID...", "Token ids that end an answer."),
 }
-NOT_A_CHAT = (
-    "note: the prompt is sent without the chat template; --chat sends it as a message, by that template"
-)
+NOT_A_CHAT = "note: the prompt is sent without the chat template; --chat sends it as a message, by that template"
 GenerateCommand = key_command(
     {
         "model": MODEL_KEYS["model"],
