@@ -19,6 +19,7 @@ import pytest
 from cli_support import TIMEOUT_SECONDS, call, call_here, started, write_lines
 from megatoken.audit import Severity, audit
 from megatoken.harness.result import CORE_WAIT_SHARE
+from megatoken.runs.run import read_run
 
 ANSWERS = 40
 SERVER = """
@@ -99,6 +100,8 @@ def test_a_server_that_ends_is_named_with_its_last_words(tmp_path: Path, ending:
     code, out, folder, result = measure(tmp_path, ending)
     failed = result["endpoints"]["failed"]
     assert code == 3 and result["verdict"] == "INVALID"
+    (server,) = set(read_run(folder).requests["node"].to_pylist())  # of answered, failed and unsent samples
+    assert server.startswith("127.0.0.1:") and [one["node"] for one in result["nodes"]] == [server]
     assert sum(one["samples"] for one in failed["messages"]) <= result["samples_failed"]
     assert failed["answers_before"] <= result["samples_completed"] < ANSWERS and failed["at_seconds"] > 0
     line = next(line for line in out.splitlines() if line.startswith("  SERVER_FAILED"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from ipaddress import ip_address
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from megatoken.text import precise
 
@@ -92,7 +94,13 @@ def rate_state(run: Run) -> Literal["measured", "estimate"]:
 
 
 def run_accelerators(run: Run, node: str | None = None) -> int | None:
-    """GPUs that one node of the run used or simulated, or all of them; None where CPUs computed."""
+    """GPUs that one node of the run used or simulated, or all of them; None where CPUs computed, or others' GPUs.
+
+    Which GPUs a server uses is not known over HTTP, except on this machine when it has only one.
+    """
+    if addresses := (run.config.get("endpoint") or {}).get("urls"):
+        here = all(_on_this_machine(address) for address in addresses.split(","))
+        return 1 if here and len(run.environment.get("gpus") or []) == 1 else None
     ranks = (run.result.get("target") or {}).get("tensor_parallel")
     ranks = ranks if isinstance(ranks, int) else 1
     gpus = {
@@ -106,6 +114,14 @@ def run_accelerators(run: Run, node: str | None = None) -> int | None:
         nodes = 1 if node is not None else len(run.result.get("nodes", [])) or 1
         return nodes * ranks
     return None
+
+
+def _on_this_machine(address: str) -> bool:
+    host = urlsplit(address.strip()).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def accelerator_name(run: Run) -> str | None:

@@ -125,7 +125,9 @@ class Measurement:
             self._schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
         self._planned_seconds = planned_seconds
         self._planned = samples_drawn(settings) if settings is not None else 0
-        self._node = socket.gethostname()
+        names = {one.node for one in target.replicas() if one.node}
+        # Where a sample counts that ends before an event named its node, as one that is cancelled.
+        self._node = names.pop() if len(names) == 1 else socket.gethostname()
         self._open: dict[int, _Sample] = {}
         self._queue: deque[_Query] = deque()  # issued, not yet given to the target
         self._spent = _Spent()
@@ -370,7 +372,8 @@ class Measurement:
         sample = self._open[event.sample_id]
         if event.error is not None:
             self.failed += 1
-            return self._end(event.sample_id, finish_reason=None, last_ns=None, error=event.error)
+            place = (event.node, event.replica)
+            return self._end(event.sample_id, finish_reason=None, last_ns=None, error=event.error, place=place)
         one_by_one = event.output_tokens is None  # else the ids are those of a whole answer, which came at once
         first_ns = event.first_ns or (event.time_ns if event.token_ids and one_by_one else None)
         if event.input_tokens is not None:
