@@ -97,6 +97,19 @@ def test_a_run_prints_one_json_document_that_is_the_result_and_the_folder(tmp_pa
     }
 
 
+@pytest.mark.parametrize(("scenario", "samples", "noted"), [("server", 4, True), ("server", 12, False)])
+def test_samples_that_end_before_the_duration_say_so(
+    tmp_path: Path, lengths: Path, scenario: str, samples: int, noted: bool
+) -> None:
+    asked = ("--samples", samples, "--rate", 20, "--min-duration", 0.3)
+    code, out, _ = call_here(
+        "run", "--lengths", lengths, "--scenario", scenario, *asked, "--out", tmp_path / "runs", "--json", *QUICK
+    )
+    assert code == 0
+    said = "--samples 4 ends the run, so --min-duration 0.3 does not apply; leave one of them out"
+    assert (said in [note["message"] for note in json.loads(out)["notes"]]) is noted
+
+
 def test_a_claim_cut_short_is_invalid_and_says_so_on_the_terminal(tmp_path: Path, lengths: Path) -> None:
     config = write_lines(
         tmp_path / "run.yaml", "rules: v5.1", "samples: 6", "min_duration_seconds: 100", "engine: {threads: 1}"

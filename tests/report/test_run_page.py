@@ -295,6 +295,13 @@ def test_a_run_without_a_steady_rate_says_why_and_which_flag_helps(make_run):
     assert why not in words(page_of(make_run()))  # 80 samples, which have one
 
 
+def test_samples_that_waited_less_than_a_second_are_not_said_not_to_have_waited(make_run):
+    run = make_run(samples=3)  # it ends before its first second
+    assert read_run(run).result["stages"]["queue"] is None or read_run(run).result["stages"]["queue"]["share"] > 0
+    shown = words(page_of(run).find(".//header"))
+    assert "no sample was waiting at any full second of the run; more --samples keep the target full" in shown
+
+
 def test_latencies_stand_below_the_throughput_each_on_its_own_axis(make_run):
     def titles(chart):
         return [words(text) for text in chart.iter("text") if "strong" in text.get("class")]

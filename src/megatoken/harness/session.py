@@ -37,7 +37,7 @@ from megatoken.harness.stop import Stop, StopSignals
 from megatoken.harness.text_stages import Codec, TextStages
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.rules import ClientCapacity
-from megatoken.runs.reasons import reason
+from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.tables import SampleRow
 from megatoken.runs.writer import RunFolder
 from megatoken.targets import RemoteTarget, Target
@@ -105,14 +105,16 @@ class TestSession:
         stop: StopSignals | None = None,
     ) -> RunFolder:
         """Creates the run folder of one test, which ``stop`` will name if a signal ends the process at once."""
+        resolved = resolve_test(config, settings)
         facts = {
             **self.facts,
+            "notes": [*self.facts.get("notes", ()), *_cut_short(config, resolved)],
             **self.target.facts(),
             "data_set_rows": len(self.data_set.requests),
             **asked_facts(config, settings),
             "client_capacity": asdict(self.client) if self.client else None,
         }
-        folder = record(resolve_test(config, settings), facts, out, name=name)
+        folder = record(resolved, facts, out, name=name)
         if stop is not None:
             stop.parting_words = f"stopped at once; {says_interrupted(folder)}"
             stop.write_seconds = folder.write_seconds
@@ -199,6 +201,15 @@ class TestSession:
             return Judgement({}, ())
         self.progress.stage("judging the answers")
         return self.gate.judge(folder.path, requests)
+
+
+def _cut_short(given: RunConfig, resolved: RunConfig) -> list[Reason]:
+    """The note that an exact number of samples leaves no room for the duration that was asked for."""
+    asked, kept = given.min_duration_seconds, resolved.min_duration_seconds
+    if given.samples is None or asked is None or kept is None or kept >= asked:
+        return []
+    text = f"--samples {given.samples} ends the run, so --min-duration {asked:g} does not apply; leave one of them out"
+    return [reason("NOTE", text=text)]
 
 
 def says_interrupted(folder: RunFolder) -> str:
