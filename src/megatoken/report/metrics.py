@@ -120,7 +120,9 @@ def why_no_steady_rate(run: Run) -> str:
     if span is None or not is_number(duration):
         return ""
     if not span.waited:
-        return "No steady rate: no sample was waiting at any full second of the run; more --samples keep the target full"
+        return (
+            "No steady rate: no sample was waiting at any full second of the run; more --samples keep the target full"
+        )
     found = max(0.0, span.end - span.start)
     longer = math.ceil(duration + MORE_THAN_MISSING * (span.required_seconds - found))
     return (
