@@ -265,12 +265,10 @@ def hidden_states(
             a_TD = ops.sample_attention(q_SHE, layer_cache, paged, layer.output, layer.sinks_H)
         else:
             return x_TD.new_empty(0, config.hidden_size)
-        feed_forward = layer.gate_up or layer.experts
-        x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, feed_forward, ranks)
+        first, last = layer.gate_up or layer.experts, layer.down or layer.experts
+        x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, first, ranks)
         if layer.gate_up is not None:
-            f_TF = ops.gated(h_TD, layer.gate_up, layer.down)
-            x_TD, h_TD = ops.linear_add_norm(f_TF, layer.down, x_TD, next_norm_D, epsilon, consumer, ranks)
-        else:
-            x_TD, h_TD = ops.experts_add_norm(h_TD, layer.experts, x_TD, next_norm_D, epsilon, consumer, ranks)
+            h_TD = ops.gated(h_TD, layer.gate_up, layer.down)
+        x_TD, h_TD = ops.linear_add_norm(h_TD, last, x_TD, next_norm_D, epsilon, consumer, ranks)
     assert isinstance(h_TD, Tensor)  # the head's inputs are not quantised
     return h_TD

@@ -108,7 +108,7 @@ class Ops(Protocol):
         config: ExpertsConfig,
         scheme: LinearScheme,
     ) -> Any:
-        """Bring a mixture into the form ``experts_add_norm`` wants. A linear is a weight and its bias or None.
+        """Bring a mixture into the form ``linear_add_norm`` wants. A linear is a weight and its bias or None.
 
         ``router``: scores the X experts, plain, [X, D]. ``experts``: gate and up projection [F, D] and down projection
         [D, F] of each in turn, read when they are asked for, plain or quantised as for ``pack_linear``.
@@ -133,23 +133,12 @@ class Ops(Protocol):
         """``r = residual + x W^T + b`` -> (r, rms_norm(r)), both [T, N]; ``residual`` may be overwritten.
 
         With ``ranks``, which have parts of ``x`` and ``W``, the product is summed over them. If they have shared
-        memory, the residual and ``r`` have only this rank's tokens, the norms those of all ranks.
+        memory, the residual and ``r`` have only this rank's tokens, the norms those of all ranks. A mixture of experts
+        is a linear whose product is ``reference.experts``.
         """
 
     def gated(self, x_TD: Any, gate_up: Any, consumer: Any) -> Any:
         """``silu(gate(x)) * up(x)`` -> [T, F]."""
-
-    def experts_add_norm(
-        self,
-        x_TD: Any,
-        experts: Any,
-        residual_TN: Tensor,
-        weight_N: Tensor,
-        epsilon: float,
-        consumer: Any,
-        ranks: Ranks | None = None,
-    ) -> tuple[Tensor, Any]:
-        """``linear_add_norm`` with the output of a mixture of experts (``reference.experts``), whose input ``x`` is."""
 
     def rotate_and_write(
         self,

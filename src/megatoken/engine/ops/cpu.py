@@ -50,12 +50,12 @@ class Linear:
     scale: Tensor | None
 
 
-AnyLinear: TypeAlias = Linear | PackedLinear
+AnyLinear: TypeAlias = "Linear | PackedLinear | Experts"
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture: gate, up and down projection of each expert, and what chooses among them."""
+    """A mixture, a linear to the operations: gate, up and down projection of each expert, and what chooses."""
 
     router: tuple[Tensor, Tensor | None]  # fp32
     each: list[tuple[tuple[AnyLinear, AnyLinear], AnyLinear]]
@@ -143,7 +143,9 @@ def pack_experts(
 
 
 def linear(x_TD: Tensor, linear: AnyLinear, activation: str = "none") -> Tensor:
-    """``activation(x W^T + b)``, activation "none" or "swish"."""
+    """``activation(x W^T + b)``, activation "none" or "swish", which mixtures do not have."""
+    if isinstance(linear, Experts):
+        return experts(x_TD, linear)
     if isinstance(linear, PackedLinear):
         y_TN = cpu_packed.product(x_TD, linear)
         return silu(y_TN) if activation == "swish" else y_TN
@@ -255,21 +257,6 @@ def experts(x_TD: Tensor, experts: Experts) -> Tensor:
         y_PD[part] = linear(gated(x_PD[part], gate_up, clamped=experts.config.activation), down)
     y_TCD = y_PD.index_select(0, torch.from_numpy(places)).view(*chosen_TC.shape, -1)
     return (y_TCD.float() * weights_TC[..., None]).sum(1).to(x_TD.dtype)
-
-
-def experts_add_norm(
-    x_TD: Tensor,
-    experts_: Experts,
-    residual_TN: Tensor,
-    weight_N: Tensor,
-    epsilon: float,
-    consumer: AnyLinear,
-    ranks: Ranks | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The mixture, then the sum, then the norm."""
-    delta_TN = experts(x_TD, experts_)
-    residual_TN = residual_TN + (delta_TN if ranks is None else ranks.add(delta_TN))
-    return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: AnyLinear | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import ExpertsConfig, ModelConfig
+from megatoken.engine.config import ModelConfig
 from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, prompt_attention, tokens
 from megatoken.engine.ops.cuda_experts import Experts
 from megatoken.engine.ops.cuda_linear import Linear
@@ -84,14 +84,7 @@ def pack_gated(gate_up: list[tuple[Any, Tensor | None]], scheme: LinearScheme) -
     return pack_linear(scheme.stack(weights), bias, scheme).as_gated()
 
 
-def pack_experts(
-    router: tuple[Tensor, Tensor | None],
-    experts: Iterable[list[tuple[Any, Tensor | None]]],
-    config: ExpertsConfig,
-    scheme: LinearScheme,
-) -> Experts:
-    """One tensor for a projection of all experts. Raises CapacityError: the products cannot have these sides."""
-    return Experts.pack(router, experts, config, scheme)
+pack_experts = Experts.pack
 
 
 def fix_input_scales(linears: Iterable[Linear]) -> int:
@@ -197,10 +190,6 @@ def linear_add_norm(
     if ranks is not None:
         ranks.add(delta_TN)
     return residual_TN, consumer.normed(delta_TN, residual_TN, weight_N, epsilon)
-
-
-experts_add_norm = linear_add_norm
-"""``Experts`` is a linear whose product is the mixture."""
 
 
 def gated(x_TD: Any, gate_up: Linear, consumer: Linear) -> Any:
