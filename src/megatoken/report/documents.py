@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,14 @@ DEEPEST = 40
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """An object of a document; ``where`` names its file and key."""
+    """An object of a document; ``where`` names its file and key, ``asked`` has the keys that were looked at so far."""
 
     values: Mapping[str, Any]
     where: str
+    asked: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def __contains__(self, key: str) -> bool:
+        self.asked.add(key)
         return self.values.get(key) is not None
 
     def text(self, key: str, default: str = "") -> str:
@@ -81,7 +83,7 @@ class Document:
 
     def texts(self, key: str) -> list[str]:
         """The texts listed under ``key``; a single text counts as a list of one."""
-        value = self.values.get(key)
+        value = self._value(key, lambda value: True, "")
         listed = value if isinstance(value, list) else [value]
         if any(isinstance(item, list | dict) for item in listed):
             raise self._wrong(key, "a list of texts")
@@ -94,6 +96,7 @@ class Document:
 
     def _value(self, key: str, fits: Callable[[Any], bool], wanted: str) -> Any:
         """The value under ``key`` if it fits, None where it is absent or null."""
+        self.asked.add(key)
         value = self.values.get(key)
         if value is not None and not fits(value):
             raise self._wrong(key, wanted)

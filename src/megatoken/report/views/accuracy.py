@@ -9,10 +9,6 @@ from megatoken.report.views.common import Field, figure, table_of, view, word
 from megatoken.text import count_of, number, precise
 
 TONES = {"VALID": "good", "INVALID": "bad"}
-KNOWN = (
-    *("verdict", "failed", "share", "model", "against", "precision", "samples", "identical_answers"),
-    *("decoders", "weights", "next_tokens", "next_tokens_of_answers", "tasks", "lengths"),
-)
 
 
 def accuracy_view(document: Document) -> View:
@@ -41,7 +37,7 @@ def accuracy_view(document: Document) -> View:
         section("Decoders", _decoders(document)),
         section("Checkpoints", Facts("Checkpoints", {name: document.text(name) for name in ("model", "against")})),
     )
-    return view(document, verdict, summary, sections, KNOWN)
+    return view(document, verdict, summary, sections)
 
 
 def _sentences(document: Document, samples: int) -> list[str]:

@@ -20,11 +20,6 @@ TOGETHER = (
     *("accelerators", "output_tokens", "output_tokens_per_second_per_accelerator", "baseline_tokens_per_second"),
     "scaling_efficiency",
 )
-KNOWN = (
-    *(SUM, "sum_label", "makespan", "common_window", "max", "min", "spread", "coefficient_of_variation"),
-    *("coefficient_of_variation_formula", "stragglers", "overlap_share", "overlap_share_at_most"),
-    *("evidence_of_simultaneity", "without_fault_domain", "nodes", "workload", *REFERENCES, *TOGETHER),
-)
 
 
 def aggregate_view(document: Document) -> View:
@@ -35,7 +30,7 @@ def aggregate_view(document: Document) -> View:
     )
     label = document.text("sum_label", "sum of the node rates")
     summary = (Headline(precise(document.number(SUM)), "output tokens/s", f"{label} · {size}"),)
-    return view(document, "aggregate", summary, aggregate_sections(document), KNOWN)
+    return view(document, "aggregate", summary, aggregate_sections(document))
 
 
 def aggregate_sections(document: Document) -> tuple[Section, ...]:
@@ -123,7 +118,7 @@ def _basis(window: Document) -> str:
 def _spread(document: Document) -> Table:
     rows: list[tuple[str, str]] = []
     for key, name in (("max", "Fastest node"), ("min", "Slowest node")):
-        if isinstance(document.values.get(key), dict):
+        if key in document:
             extreme = document.part(key)
             rate = precise(extreme.number("output_tokens_per_second"))
             rows.append((name, f"{rate} tokens/s ({extreme.text('node')})"))

@@ -13,7 +13,6 @@ from megatoken.report.views.common import records_table, view
 from megatoken.report.words import plain_text
 from megatoken.text import count_of, exact, is_number, precise
 
-KNOWN = ("findings", "counts", "claims", "aggregate", "nodes", "artefacts")
 _SEVERITY_TONES = {"fail": "bad", "warn": "warn", "unknown": "quiet", "note": "plain", "pass": "good"}
 _ANSWER_TONES = {"does not hold": "bad", "cannot be determined": "quiet", "holds": "good"}
 SEVERITIES = {word: Badge(word, tone) for word, tone in _SEVERITY_TONES.items()}
@@ -48,7 +47,7 @@ def audit_view(document: Document) -> View:
         counts.append(Verdict(badges, f"of {len(claims)} claims" if len(claims) > 1 else "the claim"))
     summary: tuple[Block, ...] = (_answers(claims, findings), *counts)
     brief = tuple(table for table in (_brief_claims(claims), _brief_findings(findings)) if table.rows)
-    return view(document, _subject(findings), summary, sections, KNOWN, brief)
+    return view(document, _subject(findings), summary, sections, brief, derived=("counts", "nodes"))
 
 
 def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points:

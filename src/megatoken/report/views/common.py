@@ -26,24 +26,26 @@ def view(
     subject: str,
     summary: Iterable[Block],
     sections: Iterable[Section],
-    known: Iterable[str],
     brief: tuple[Table, ...] = (),
     *,
+    derived: Iterable[str] = (),
     notes_last: bool = False,
 ) -> View:
-    """A document's view; values under other keys than ``known`` are shown too, so that nothing is lost.
+    """A document's view; values that neither summary nor sections asked for are shown too, so that nothing is lost.
 
-    With ``notes_last``, the notes stand after the sections and not above them.
+    ``derived``: keys of values that follow from what is shown. With ``notes_last``, the notes stand after the
+    sections and not above them.
     """
     notes = document.texts("notes")
     points = (Points("" if notes_last else "Notes:", tuple(("", note) for note in notes)),) if notes else ()
-    rest = document.without([*COMMON_KEYS, *known])
+    summary, sections = tuple(summary), tuple(sections)
+    rest = document.without([*COMMON_KEYS, *document.asked, *derived])
     created = document.text("created_at").replace("T", " ").replace("Z", " UTC")
     evidence = [*_inputs(document), *([Facts("Further values", rest)] if rest else [])]
     return View(
         title=document.text("title", sentence(document.text("kind"))),
         subject=subject,
-        summary=tuple(summary) if notes_last else (*summary, *points),
+        summary=summary if notes_last else (*summary, *points),
         sections=(*sections, *([Section("Notes", points)] if notes_last else []), Section("Inputs", tuple(evidence))),
         footer=FOOTER + (f" The document was written {created}." if created else ""),
         brief=brief,

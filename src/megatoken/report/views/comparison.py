@@ -12,7 +12,6 @@ from megatoken.report.views.common import records_table, state_cell, view
 from megatoken.report.words import aligned, plain_text
 from megatoken.text import precise
 
-KNOWN = ("rows", "ratios", "software_differences", "interval_method")
 BASES = {
     "per_gpu": ("Per GPU", "per_gpu_tokens_per_second"),
     "per_node": ("Per node", "per_node_tokens_per_second"),
@@ -45,7 +44,8 @@ def comparison_view(document: Document) -> View:
             *_rounds(rows),
         )
     )
-    return view(document, "comparison", [Points("", answers)] if answers else [], sections, KNOWN, notes_last=True)
+    summary = [Points("", answers)] if answers else []
+    return view(document, "comparison", summary, sections, derived=("interval_method",), notes_last=True)
 
 
 def _rounds(rows: list[Document]) -> Iterator[str]:

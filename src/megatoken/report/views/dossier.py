@@ -16,10 +16,6 @@ from megatoken.report.views.limits import answer_badge, fallen_runs, limits_tabl
 from megatoken.runs.run import Verdict
 from megatoken.text import ABSENT, count_of, number, precise, significant
 
-KNOWN = (
-    *("claims", "audits", "replays", "checks", "measured", "limits", "costs", "open", "form", "identities"),
-    *("title", "inputs"),
-)
 KINDS = {  # of open questions: one and many
     "limit": ("limit", "limits"),
     "claim": ("claim", "claims"),
@@ -54,7 +50,7 @@ def dossier_view(document: Document) -> View:
         section("What ran", *map(_identity, document.parts("identities"))),
         section("Signature", Table("Signature", tuple(map(Column, ("Name", "Place and date", "Signature"))), _LINES)),
     )
-    made = view(document, "dossier", summary, sections, KNOWN, (_open(opened, BRIEF_ROWS),))
+    made = view(document, "dossier", summary, sections, (_open(opened, BRIEF_ROWS),), derived=("audits",))
     own = any(one.text("state") != "unverified" for one in measured)
     return (
         replace(made, footer=f"{made.footer} {NOT_VERIFIED} {TRADEMARK}") if own and _names_mlperf(document) else made

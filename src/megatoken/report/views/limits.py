@@ -22,7 +22,6 @@ MEANING: dict[str, str] = {
     Answer.NOT_MET: "a limit is broken",
     Answer.CANNOT_TELL: "no limit is broken, and not every one can be judged",
 }
-KNOWN = ("answer", "runs")
 
 
 def answer_badge(answer: str) -> Badge:
@@ -53,7 +52,7 @@ def check_view(document: Document) -> View:
     fallen = fallen_runs(runs)
     summary: tuple[Block, ...] = (Verdict((answer_badge(answer),), fallen or MEANING.get(answer, "")),)
     sections = (section("Limits", *_blocks(runs)),)
-    return view(document, "limits", summary, sections, KNOWN)
+    return view(document, "limits", summary, sections)
 
 
 def fallen_runs(runs: Sequence[Document]) -> str:

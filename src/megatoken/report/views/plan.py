@@ -14,7 +14,6 @@ from megatoken.report.views.common import given_tables, records_table, state_cel
 from megatoken.report.words import DIVISORS, figure_text, label, plain_text, sentence
 from megatoken.text import is_number, precise
 
-KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall", "headline")
 COUNTED = ("racks", "nodes", "accelerators", "users")  # units with a singular
 CARDS = 4
 # The results of these plans that answer a buyer, if not simply the first ones.
@@ -42,7 +41,7 @@ def plan_view(document: Document) -> View:
     )
     numbers = [result for result in results if is_number(result.values.get("value"))]
     summary: list[Block] = [_headline(numbers[0]), *_cards(document.text("kind"), numbers[1:])] if numbers else []
-    return view(document, document.text("kind").removeprefix("plan_"), summary, sections, KNOWN, notes_last=True)
+    return view(document, document.text("kind").removeprefix("plan_"), summary, sections, notes_last=True)
 
 
 def _cards(kind: str, results: Sequence[Document]) -> Iterator[Cards]:

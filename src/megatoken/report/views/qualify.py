@@ -32,7 +32,6 @@ MEANING = {
     "NO REFERENCE": "no error was found, no speed could be judged; keep the file of a full run as the --baseline",
     "NOT RUN": "a whole test did not run",
 }
-KNOWN = ("answer", "verdict", "tests", "complete", "set", "device", "seconds", "machine", "comparison", "parts")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
 LEAST_SHARE_DRAWN = 0.001
 
@@ -59,7 +58,7 @@ def qualify_view(document: Document) -> View:
         section("Tests", _tests(tests)),
         section("Machine", Facts("Hardware and software", document.part("machine").values)),
     )
-    return view(document, verdict, summary, sections, KNOWN)
+    return view(document, verdict, summary, sections, derived=("device", "parts"))
 
 
 def _judged(tests: list[Document]) -> str:

@@ -14,10 +14,6 @@ from megatoken.text import count_of, precise
 
 RATE = "output_tokens_per_second"
 RATES = {RATE: "Output rate", "steady_output_tokens_per_second": "Output rate when steady"}
-KNOWN = (
-    *("verdict", "verdicts", "runs", "runs_wanted", "runs_in_the_mean", "metrics", "percentiles", "confidence"),
-    *("interval_formula", "seeds", "seeds_note", "simulated_gpu", "reasons"),
-)
 
 
 def repeats_view(document: Document) -> View:
@@ -36,7 +32,7 @@ def repeats_view(document: Document) -> View:
         *([Points("", tuple(reasons))] if reasons else []),
     )
     sections = (section("Numbers", _metrics(document)), section("Each run", *_figures(document), _runs(document)))
-    return view(document, "repeats", summary, sections, KNOWN)
+    return view(document, "repeats", summary, sections, derived=("seeds",))
 
 
 def _headline(document: Document) -> Iterator[Headline]:

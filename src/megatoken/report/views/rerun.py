@@ -7,8 +7,6 @@ from megatoken.report.documents import Document
 from megatoken.report.views.common import facts_table, view
 from megatoken.text import count_of
 
-KNOWN = ("plan_sha256", "equal", "differences", "rates")
-
 
 def rerun_view(document: Document) -> View:
     """The report on ``megatoken rerun``."""
@@ -31,4 +29,4 @@ def rerun_view(document: Document) -> View:
         section("Rates", facts_table("Rates", rates.without(["why_no_interval"]))) if rates.values else None,
         section("Plan", facts_table("Hash of the plan", document.part("plan_sha256").values)),
     )
-    return view(document, "re-run", tuple(summary), tuple(one for one in sections if one is not None), KNOWN)
+    return view(document, "re-run", tuple(summary), tuple(one for one in sections if one is not None))

@@ -31,23 +31,6 @@ from megatoken.report.views.limits import limits_table
 from megatoken.report.views.load_charts import Sweep, load_figures, per_machine, rate_unit
 from megatoken.text import ABSENT, precise
 
-KNOWN = (
-    *("verdict", "reasons", "name", "load_kind", "load_unit", "load", "model", "precision", "data_set", "hostname"),
-    *(
-        "simulated_gpu",
-        "accelerator",
-        "ttft_limit_seconds",
-        "tpot_limit_seconds",
-        "points",
-        "repeats",
-        "found",
-        "rules",
-        "endpoints",
-        "neighbour",
-        "shared_points",
-        "isolation",
-    ),
-)
 STAGE = "stage"  # unit of a load that changes within one run
 LATENCIES = {
     "TTFT": ("ms", "ttft_seconds", 1000.0),
@@ -98,7 +81,8 @@ def sweep_view(document: Document) -> View:
         section("Over time", *_over_time([sweep])),
         section("Definitions", Terms(_definitions(document.part("rules")))),
     )
-    return view(document, "sweep", summary, sections, KNOWN)
+    derived = ("shared_points", "accelerator", "load_kind", "data_set")
+    return view(document, "sweep", summary, sections, derived=derived)
 
 
 def sweep_comparison_view(document: Document) -> View:
@@ -111,7 +95,7 @@ def sweep_comparison_view(document: Document) -> View:
         section("Found", _found_table(document, staged=staged)),
         section("Ratios at equal load", _ratios_table(document, sweeps)),
     )
-    return view(document, "sweeps", (), sections, ("sweeps", "ratios"))
+    return view(document, "sweeps", (), sections)
 
 
 def _ratios_table(document: Document, sweeps: Sequence[Sweep]) -> Table:
