@@ -57,6 +57,28 @@ def test_the_audit_names_the_file_and_ends_with_3(folder):
     assert call_here("audit", folder)[0] == 3
 
 
+def test_a_file_that_the_seal_does_not_know_does_not_break_the_results(folder):
+    assert call_here("seal", folder)[0] == 0
+    (folder / ".DS_Store").write_bytes(b"Bud1")
+    document = json.loads(call_here("audit", folder, "--json")[1])
+    by_id = {one["id"]: one for one in document["findings"]}
+    assert by_id["run_folder.sealed"]["severity"] == "pass"
+    assert by_id["run_folder.unsealed"]["severity"] == "warn"
+    assert "added, and not part of what was sealed: .DS_Store;" in by_id["run_folder.unsealed"]["found"]
+
+
+def test_the_console_of_an_audit_says_who_signed(folder, tmp_path):
+    pytest.importorskip("cryptography", reason="signatures need the extra seal")
+    key = tmp_path / "key.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True, capture_output=True)
+    assert "Seal:" not in call_here("audit", folder)[1]
+    document = seal(folder, key)
+    shown = call_here("audit", folder)[1]
+    assert f"Seal: nothing changed since {document['sealed_at']}; signed by {document['public_key']}." in shown
+    (folder / "config.yaml").write_text("engine: {}\n")
+    assert "Seal: changed: config.yaml." in call_here("audit", folder)[1]
+
+
 def test_a_signature_holds_for_its_statement_and_key_alone(folder, tmp_path):
     pytest.importorskip("cryptography", reason="signatures need the extra seal")
     key = tmp_path / "key.pem"

@@ -26,6 +26,7 @@ from megatoken.planning.run_price import judge_run
 from megatoken.runs.plan_hash import IDENTITY, plan_hash, plan_of_run
 from megatoken.runs.run import Run, Verdict
 from megatoken.runs.seal import file_hashes_in, seal_state
+from megatoken.text import count_of
 
 GRAVE = ("fail", "warn")
 SUBJECTS_NAMED = 3
@@ -206,5 +207,6 @@ def _sealed(folder: Path) -> str:
         return "no"
     if not state.whole:
         return "broken: files were changed after sealing"
+    more = f"; {count_of(len(state.added), 'file')} added since" if state.added else ""
     signed = {None: "signature not checked", True: f"signed by {state.public_key}"}
-    return f"{state.sealed_at}, {signed[state.signature] if state.public_key else 'not signed'}"
+    return f"{state.sealed_at}, {signed[state.signature] if state.public_key else 'not signed'}{more}"

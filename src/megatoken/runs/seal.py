@@ -19,6 +19,7 @@ from megatoken.text import utc_now
 SEAL = "seal.json"
 SCHEMA_VERSION = 1
 ALGORITHM = "ed25519"
+MOST_NAMED = 20  # files in a message
 _PRIMITIVES = "cryptography.hazmat.primitives"  # imported where it is used, because it is an extra
 
 
@@ -40,8 +41,23 @@ class SealState:
 
     @property
     def whole(self) -> bool:
-        """Whether every file is as it was sealed, and a signature, if there is one, is right."""
-        return not (self.changed or self.added or self.removed) and self.signature is not False
+        """Whether every sealed file is as it was, and a signature, if there is one, is right; more files may be there."""
+        return not (self.changed or self.removed) and self.signature is not False
+
+    @property
+    def problems(self) -> str:
+        """What differs from the seal, in one line; empty if nothing does."""
+        groups = {"changed": self.changed, "added": self.added, "removed": self.removed}
+        texts = [f"{what}: {named(names)}" for what, names in groups.items() if names]
+        if self.signature is False:
+            texts.insert(0, "the signature is not that of the statement and key in the seal")
+        return "; ".join(texts)
+
+
+def named(files: tuple[str, ...]) -> str:
+    """The first of the files, and how many more there are."""
+    more = len(files) - MOST_NAMED
+    return ", ".join(files[:MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def seal(folder: Path, key: Path | None = None) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, mapping, mappings, plain, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
 from megatoken.runs.run import CONFIG, ENVIRONMENT, MLPERF, REQUESTS, RESULT, SERIES, Verdict, read_run
-from megatoken.runs.seal import SEAL, SealState, seal_state
+from megatoken.runs.seal import SEAL, SealState, named, seal_state
 from megatoken.text import count_of
 
-MOST_NAMED = 20  # files of a seal
+AS_SEALED = "every file as it was sealed"
 COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")  # of repeats
 MOST_REPEATS = 1_000
 
@@ -208,36 +208,35 @@ def _detail_log(tree: Tree, path: str) -> DetailLog | None:
 def check_seals(tree: Tree) -> Iterator[Observation]:
     """Every sealed folder, also one that lacks files without which it is no run folder."""
     for folder in tree.holding(SEAL):
-        yield from sealed(tree, folder)
+        where = places(below(folder, SEAL))
+        try:
+            state = seal_state(tree.path(folder))
+        except (OSError, ValueError) as error:
+            found = shown(f"the seal cannot be read: {error}")
+            yield from sealed.observations(outcome(False, AS_SEALED, found, where))
+            continue
+        assert state is not None
+        yield from sealed(state, where)
+        yield from unsealed(state, where)
 
 
 @check("run_folder.sealed", "The sealed files are unchanged", "A change after sealing is not what was measured.")
-def sealed(tree: Tree, path: str) -> Outcome:
+def sealed(state: SealState, where: tuple[Where, ...]) -> Outcome:
     """A signature that cannot be checked here is unknown."""
-    where = places(below(path, SEAL))
-    expected = "every file as it was sealed"
-    try:
-        state = seal_state(tree.path(path))
-    except (OSError, ValueError) as error:
-        return outcome(False, expected, shown(f"the seal cannot be read: {error}"), where)
-    assert state is not None
     if not state.whole:
-        return outcome(False, expected, shown("; ".join(_problems(state))), where)
+        return outcome(False, AS_SEALED, shown(state.problems), where)
     found = f"nothing changed since {state.sealed_at}"
     if state.public_key is None:
-        return outcome(True, expected, f"{found}; not signed, so anyone could have sealed it", where)
+        return outcome(True, AS_SEALED, f"{found}; not signed, so anyone could have sealed it", where)
     if state.signature is None:
-        return Outcome(Severity.UNKNOWN, expected, shown(f"{found}; signature not checked: {state.unchecked}"), where)
-    return outcome(True, expected, shown(f"{found}; signed by {state.public_key}"), where)
+        return Outcome(Severity.UNKNOWN, AS_SEALED, shown(f"{found}; signature not checked: {state.unchecked}"), where)
+    return outcome(True, AS_SEALED, shown(f"{found}; signed by {state.public_key}"), where)
 
 
-def _problems(state: SealState) -> Iterator[str]:
-    if state.signature is False:
-        yield "the signature is not that of the statement and key in the seal"
-    for what, names in (("changed", state.changed), ("added", state.added), ("removed", state.removed)):
-        if names:
-            more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
-            yield f"{what}: {', '.join(names[:MOST_NAMED])}{more}"
+@check("run_folder.unsealed", "No file was added after sealing", "The seal says nothing about an added file.")
+def unsealed(state: SealState, where: tuple[Where, ...]) -> Outcome | None:
+    found = shown(f"added, and not part of what was sealed: {named(state.added)}; remove it, or seal again")
+    return Outcome(Severity.WARN, "only files that the seal lists", found, where) if state.added else None
 
 
 @check("run_folder.repeats", "The summary of repeats follows from each of them", "A run may have been left out.")

@@ -51,7 +51,7 @@ def audit_view(document: Document) -> View:
 
 
 def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points:
-    """Three sentences: whether it holds, what breaks, what cannot be known."""
+    """Whether it holds, what breaks, what cannot be known and, of a sealed folder, who signed it: a sentence each."""
     fails, unknowns = ([one for one in findings if one.text("severity") == word] for word in ("fail", "unknown"))
     wrong, open_claims = (
         [claim for claim in claims if claim.text("answer") == word]
@@ -80,12 +80,14 @@ def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points
     breaks += dict.fromkeys(f"the check “{finding.text('title')}”" for finding in fails)
     unknown = [*(f"\u201c{claim.text('text')}\u201d" for claim in open_claims)]
     unknown += dict.fromkeys(f"the check “{finding.text('title')}”" for finding in unknowns)
+    sealed = [one.text("found") for one in findings if one.text("id") == "run_folder.sealed"]
     return Points(
         "",
         (
             ("", holds),
             ("", f"What breaks: {some(breaks)}."),
             ("", f"What the artefacts cannot answer: {some(unknown)}."),
+            *(("", f"Seal: {found}.") for found in sealed[:1]),
         ),
     )
 
