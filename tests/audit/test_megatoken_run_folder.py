@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from cli_support import ENVIRONMENT, TIMEOUT_SECONDS
+from cli_support import ENVIRONMENT, TIMEOUT_SECONDS, call_here
 from forks import forked
 from megatoken.analysis.stability import judge_soak
 from megatoken.analysis.summary import summarise_run
@@ -54,6 +54,24 @@ def test_a_whole_run_folder_passes(run_folder):
     passed = {item.id for item in result.findings if item.severity is Severity.PASS}
     checks = ("whole", "metrics", "configuration", "verdict", "counts", "notes", "memory", "times")
     assert {f"run_folder.{name}" for name in checks} <= passed
+
+
+def test_claims_are_held_against_the_rate_that_leads_the_page_of_the_run(tmp_path):
+    folder = made(tmp_path, config={"samples": 40, "scenario": "server", "rate": 100.0, "model": "paced"})
+    result = json.loads((folder / "result.json").read_text())
+    led, logged = (result[f"{of}_output_tokens_per_second"] for of in ("whole_run", "loadgen"))
+    claim = {"id": "rate", "text": "its rate", "value": led, "unit": "tokens/s", "scope": "rack"}
+    claims = tmp_path / "claims.yaml"
+    claims.write_text(yaml.safe_dump({"schema_version": 1, "title": "t", "source": "s", "claims": [claim]}))
+    document = json.loads(call_here("audit", folder, "--claims", claims, "--json")[1])
+    (answer,), (artefact,) = document["claims"], document["artefacts"]
+    assert answer["answer"] == "holds", answer["why"]
+    assert artefact["output_tokens_per_second"] == pytest.approx(led)
+    of = "rates over the whole time, drain included, as on the run's page; LoadGen: "
+    for said in (answer["why"], artefact["rates_of"]):
+        assert float(said.partition(of)[2].split()[0].replace(",", "")) == pytest.approx(logged, rel=1e-5)
+    shown = call_here("audit", folder, "--full")[1]
+    assert of in shown and "s until the last query was due" in shown and "Duration: until the last sample ended" in shown
 
 
 def test_simulated_gpus_are_told(run_folder):

@@ -58,6 +58,7 @@ from megatoken.files import UnreadableError, display, new_document, read_text
 from megatoken.mlperf.detail_log import ABANDONED
 from megatoken.mlperf.endpoints_report import ACCURACY
 from megatoken.mlperf.rounds import has_rules, known_round
+from megatoken.mlperf.run_figures import with_leading_rates
 from megatoken.mlperf.submission_layout import layout_of
 from megatoken.runs.run import RESULT, Verdict
 from megatoken.text import count_of, natural
@@ -178,7 +179,9 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     lines: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # large, and alike in all runs of one kind
     for examined in examine_all(list(map(job, files)), progress, workers):
         own = examined.run.source_lines
-        runs.append(replace(examined.run, source_lines=lines.setdefault(tuple(own.items()), own)))
+        run = replace(examined.run, source_lines=lines.setdefault(tuple(own.items()), own))
+        result = {} if (folder := owner(run.path, folders)) is None else json_values(tree, below(folder, RESULT)) or {}
+        runs.append(replace(run, figures=with_leading_rates(run.figures, result)))
         ledger.add(examined.observations)
     for result in endpoints:
         runs.append(replace(result.run, system=_system_path(result.files, systems)))
@@ -271,10 +274,8 @@ def _unreadable(tree: Tree) -> Outcome | None:
 @check("tree.links", "Links", "Links to folders, and out of the audited folder, are not followed.")
 def _links(tree: Tree) -> Outcome | None:
     links = [*tree.folder_links, *tree.outside_links]
-    if not links:
-        return None
     found = f"{count_of(len(links), 'link')}, not followed"
-    return Outcome(Severity.NOTE, "files and folders, no links", found, places(*links[:50]))
+    return Outcome(Severity.NOTE, "files and folders, no links", found, places(*links[:50])) if links else None
 
 
 def _kind(runs: Sequence[Run], submission: bool, run_folders: Sequence[str]) -> str:

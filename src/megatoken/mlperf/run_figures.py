@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
+from megatoken.analysis.statistics import leading_rates, leads_with_drain
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.loadgen_builds import version_number
 from megatoken.mlperf.rounds import round_of_seeds
+from megatoken.text import exact, is_number
 
 LOGS_PADDING = (5, 0, 11)  # releases before it log the number of Offline samples before padding to whole passes
 PERCENTILES = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
@@ -45,6 +47,7 @@ class RunFigures:
     process_id: int | None = None
     began_at: datetime | None = None  # power_begin, else test_datetime plus the time of its line
     ended_at: datetime | None = None  # power_end
+    rates_of: str | None = None  # the rates, where they are not those that LoadGen logged
 
 
 def run_figures(log: DetailLog) -> RunFigures:
@@ -89,6 +92,20 @@ def run_figures(log: DetailLog) -> RunFigures:
         process_id=next(iter(log.process_ids), None),
         began_at=started,
         ended_at=ended,
+    )
+
+
+def with_leading_rates(figures: RunFigures, result: Mapping[str, object]) -> RunFigures:
+    """``figures`` with the rates that lead the page of a run folder with this ``result``, where those are others."""
+    leading, logged = leading_rates(result), figures.output_tokens_per_second
+    rate = leading["output_tokens_per_second"]
+    if not leads_with_drain(result) or not is_number(rate) or logged is None:
+        return figures
+    return replace(
+        figures,
+        output_tokens_per_second=rate,
+        samples_per_second=leading["samples_per_second"],
+        rates_of=f"rates over the whole time, drain included, as on the run's page; LoadGen: {exact(logged)} tokens/s",
     )
 
 

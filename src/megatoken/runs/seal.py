@@ -41,7 +41,7 @@ class SealState:
 
     @property
     def whole(self) -> bool:
-        """Whether every sealed file is as it was, and a signature, if there is one, is right; more files may be there."""
+        """Whether every sealed file is as it was, and a signature, if any, is right; files may have been added."""
         return not (self.changed or self.removed) and self.signature is not False
 
     @property

@@ -157,7 +157,8 @@ def ran_long_enough(run: Subject) -> Outcome:
     ran = run.ran_seconds
     if ran is not None and run.scenario != "Offline":
         ran *= 1 + SIX_DIGITS  # it follows from a rate of six digits
-    return _ruled(run, rules.long_enough(ran), "a run of at least {}", "{:.1f} s", *keys)
+    until = " until the last query was due" if isinstance(run, RunView) and run.scenario == "Server" else ""
+    return _ruled(run, rules.long_enough(ran), "a run of at least {}", f"{{:.1f}} s{until}", *keys)
 
 
 @check("rules.offline_samples", "Offline: enough samples", "The query holds the data set at least once.", _offline)

@@ -103,11 +103,9 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
 @check("run_folder.interrupted", "The run finished", "An interrupted run has no result, so none is checked.")
 def interrupted(folder: RunFolder) -> Outcome | None:
     why = interruptions(folder.tree, [folder.path]).get(folder.path)
-    if not why:
-        return None
     severity = Severity.NOTE if folder.is_part else Severity.UNKNOWN  # a search ends probes whose answer is clear
     found = f"{why}; samples that had ended: {len(folder.run.requests):,}"
-    return Outcome(severity, "a run that finished", found, folder.places(RESULT))
+    return Outcome(severity, "a run that finished", found, folder.places(RESULT)) if why else None
 
 
 @check("run_folder.simulated", "The hardware exists", "Figures of a cost model are estimates, not measurements.")
@@ -164,10 +162,8 @@ def compliance(folder: RunFolder) -> Outcome:
 
 @check("compliance.end_tokens", "TEST06 used the end tokens of the run", "Others do not end an answer.", _tested)
 def end_tokens(folder: RunFolder) -> Outcome | None:
-    if not folder.answers.other_ends:
-        return None
-    expected = "a file that was verified with the end tokens of the run"
-    return Outcome(Severity.NOTE, expected, shown(folder.answers.other_ends), folder.places(RESULT))
+    ends, expected = folder.answers.other_ends, "a file that was verified with the end tokens of the run"
+    return Outcome(Severity.NOTE, expected, shown(ends), folder.places(RESULT)) if ends else None
 
 
 @check("run_folder.healthy", "The run reports nothing against itself", "A consistent run may still be a bad one.")

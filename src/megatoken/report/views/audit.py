@@ -307,4 +307,6 @@ def _reasons(claim: Document) -> Iterator[Words | Fold]:
 def _artefacts(artefacts: Sequence[Document]) -> Table:
     """The runs that were read; what else the document says of each is left to it."""
     rows = [{key: artefact.values.get(key) for key in ARTEFACT_KEYS} for artefact in artefacts]
-    return records_table("Artefacts read", rows)
+    notes = ["Duration: until the last sample ended" if any(row.get("duration_seconds") for row in rows) else ""]
+    notes += dict.fromkeys(f"Output: {said}" for one in artefacts if (said := one.text("rates_of")))
+    return records_table("Artefacts read", rows, note=". ".join(filter(None, notes)))
