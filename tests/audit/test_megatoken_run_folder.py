@@ -71,7 +71,9 @@ def test_claims_are_held_against_the_rate_that_leads_the_page_of_the_run(tmp_pat
     for said in (answer["why"], artefact["rates_of"]):
         assert float(said.partition(of)[2].split()[0].replace(",", "")) == pytest.approx(logged, rel=1e-5)
     shown = call_here("audit", folder, "--full")[1]
-    assert of in shown and "s until the last query was due" in shown and "Duration: until the last sample ended" in shown
+    assert (
+        of in shown and "s until the last query was due" in shown and "Duration: until the last sample ended" in shown
+    )
 
 
 def test_simulated_gpus_are_told(run_folder):

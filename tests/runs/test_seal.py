@@ -57,6 +57,31 @@ def test_the_audit_names_the_file_and_ends_with_3(folder):
     assert call_here("audit", folder)[0] == 3
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", "RUN"),
+        ("report", "RUN", "--out", "RUN/mine.html"),
+        ("compare", "RUN", "RUN", "--out", "RUN/comparison"),
+        ("audit", "RUN", "--out", "RUN"),
+        ("run", "--out", "RUN"),
+    ],
+)
+def test_no_command_writes_into_a_sealed_folder(folder, command):
+    seal(folder)
+    code, _, err = call_here(*(word.replace("RUN", str(folder)) for word in command))
+    assert code == 2 and err.count("\n") == 1 and "lies in a sealed folder" in err
+    assert seal_state(folder).whole and not seal_state(folder).added
+
+
+def test_pages_of_sealed_runs_stay_while_those_of_others_are_rebuilt(folder):
+    seal(folder)
+    other = run_folder(folder.parent, "other", "host", "2026-01-01T00:01:00Z").path
+    assert call_here("report", folder.parent)[0] == 0
+    assert (other / "report.html").is_file() and (folder.parent / "index.html").is_file()
+    assert seal_state(folder).whole and not seal_state(folder).added
+
+
 def test_a_file_that_the_seal_does_not_know_does_not_break_the_results(folder):
     assert call_here("seal", folder)[0] == 0
     (folder / ".DS_Store").write_bytes(b"Bud1")

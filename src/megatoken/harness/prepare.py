@@ -46,6 +46,7 @@ from megatoken.mlperf.benchmarks import SCENARIOS
 from megatoken.mlperf.loadgen_builds import round_of_build
 from megatoken.mlperf.rules import missing_scenario
 from megatoken.runs.reasons import Reason, reason
+from megatoken.runs.seal import refuse_sealed
 from megatoken.targets.backend import Backend, ServedModel
 from megatoken.text import count_of
 
@@ -284,7 +285,9 @@ def check_writable(folder: Path) -> None:
 
     Raises:
         StorageError: with the system's reason.
+        UsageError: the folder is sealed.
     """
+    refuse_sealed(folder)
     for nearest in (folder, *folder.absolute().parents):
         try:
             Path(tempfile.mkdtemp(prefix=".megatoken-", dir=nearest)).rmdir()

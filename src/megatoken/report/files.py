@@ -20,6 +20,7 @@ from megatoken.report.page import page
 from megatoken.report.views import document_view, run_view
 from megatoken.report.views.history import history_view
 from megatoken.runs.run import REPORT, Run
+from megatoken.runs.seal import is_sealed, refuse_sealed
 
 OURS = b"megatoken</title>"  # near the start of every page
 HEAD_BYTES = 8192
@@ -56,10 +57,11 @@ def write_reports(
     one on them together, ``repeats.html``; of several runs without such a page on all of them, ``index.html`` in
     ``path``, checked against ``baseline`` if one is given. ``out`` names another file for the page on all of ``path``
     and leaves the other pages alone; ``movable``: the command has a flag ``--out``. ``damaged`` gets a line for each
-    run folder that cannot be read while others can; without it that is an error.
+    run folder that cannot be read while others can; without it that is an error. Of several, pages in sealed folders
+    stay as they are.
 
     Raises:
-        UsageError: ``path`` cannot be read, or another file has the name of the page.
+        UsageError: ``path`` cannot be read, another file has the name of the page, or its folder is sealed.
         StorageError: a page cannot be written.
     """
     subjects = list(_subjects(path, damaged))
@@ -69,6 +71,8 @@ def write_reports(
     if out is not None:
         subjects = [] if indexed else [(subjects[-1][0], out)]
     for subject, place in subjects:
+        if len(subjects) > 1 and is_sealed(place):
+            continue
         made = run_view(subject) if isinstance(subject, Run) else document_view(subject)
         yield write_view(place, made, movable=movable)
     if indexed:
@@ -167,7 +171,8 @@ def _subjects(path: Path, damaged: list[str] | None = None) -> Iterator[tuple[Ru
 
 
 def _check_replaceable(place: Path) -> None:
-    """Refuses to overwrite a file that is not a page of megatoken."""
+    """Refuses to overwrite a file that is not a page of megatoken, and to write into a sealed folder."""
+    refuse_sealed(place)
     if not place.is_file():
         return
     try:

@@ -78,6 +78,19 @@ def seal(folder: Path, key: Path | None = None) -> dict[str, Any]:
     return document
 
 
+def is_sealed(place: Path) -> bool:
+    """Whether a file or folder lies in a sealed folder, or is one."""
+    return any((folder / SEAL).is_file() for folder in (place.absolute(), *place.absolute().parents))
+
+
+def refuse_sealed(place: Path) -> None:
+    """Refuse to write into a sealed folder. Raises UsageError."""
+    if is_sealed(place):
+        raise UsageError(
+            f"{place}: lies in a sealed folder, whose seal a new file breaks; name another place with --out"
+        )
+
+
 def seal_state(folder: Path) -> SealState | None:
     """Compare a folder with its seal; None where it has none. Raises ValueError: the seal cannot be read."""
     if not (folder / SEAL).is_file():
