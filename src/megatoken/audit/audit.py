@@ -180,8 +180,8 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     for examined in examine_all(list(map(job, files)), progress, workers):
         own = examined.run.source_lines
         run = replace(examined.run, source_lines=lines.setdefault(tuple(own.items()), own))
-        result = {} if (folder := owner(run.path, folders)) is None else json_values(tree, below(folder, RESULT)) or {}
-        runs.append(replace(run, figures=with_leading_rates(run.figures, result)))
+        stated = {} if (folder := owner(run.path, folders)) is None else json_values(tree, below(folder, RESULT)) or {}
+        runs.append(replace(run, figures=with_leading_rates(run.figures, stated)))
         ledger.add(examined.observations)
     for result in endpoints:
         runs.append(replace(result.run, system=_system_path(result.files, systems)))
