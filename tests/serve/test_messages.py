@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from megatoken.engine.request import FinishReason, Grammar, GrammarKind, Request, Sampling, Thought, TokenEvent
 from megatoken.errors import RequestError
 from megatoken.framing import FrameReader, frame
-from megatoken.serve.messages import Busy, Kind, Submission, pickled, step_events, step_frame, unpickled
+from megatoken.serve.messages import (
+    Busy,
+    Kind,
+    Submission,
+    pickled,
+    step_events,
+    step_frame,
+    submission_frame,
+    submission_of,
+    unpickled,
+)
 from megatoken.serve.tenants import Tenant
 
 
@@ -52,8 +62,8 @@ def test_a_submission_comes_back_whole() -> None:
         array("i", [1, 2]), 5, sampling, (9,), True, 2, 1, 0, ("x",), grammar, "salt", ("bad",), (4, 5), "group", 2.0
     )
     submission = Submission(3, request, Tenant("key", 2.0, 1, 2, 3, 4), 17, 1, True, 2)
-    ((_, payload),) = FrameReader().feed(pickled(Kind.SUBMIT, tuple(submission)))
-    assert Submission(*unpickled(payload)) == submission
+    ((_, payload),) = FrameReader().feed(submission_frame(submission))
+    assert submission_of(payload) == submission
 
 
 def test_what_no_message_is_made_of_is_refused_every_time() -> None:

@@ -30,6 +30,7 @@ from megatoken.serve.messages import (
     pickled,
     step_events,
     step_frame,
+    submission_of,
     unpickled,
 )
 from megatoken.serve.options import ServeConfig
@@ -74,7 +75,7 @@ class Replica:
 
     def take(self, kind: int, payload: bytes) -> None:
         if kind == Kind.SUBMIT:
-            self.open.append(Submission(*unpickled(payload)).request_id)
+            self.open.append(submission_of(payload).request_id)
         elif kind == Kind.CANCEL:
             self.open.remove(unpickled(payload)[0])
 

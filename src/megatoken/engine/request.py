@@ -335,6 +335,8 @@ def _check_count(field: str, value: object, lowest: int, highest: int, wanted: s
 
 
 def _number(name: str, value: object) -> float:
+    if type(value) is float:
+        return value
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise RequestError(f"{name} is {_shown(value)}; it must be a number", name)
     try:

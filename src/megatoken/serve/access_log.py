@@ -33,10 +33,13 @@ class AccessLog:
         self._thread = threading.Thread(target=self._write, name="access-log", daemon=True)
         self._thread.start()
 
+    def wants(self, status: int) -> bool:
+        """Whether a request that ended with this status gets a line."""
+        return not self._quiet or status >= 400
+
     def request(self, status: int, facts: dict[str, Any]) -> None:
-        """Log a request that has ended."""
-        if not self._quiet or status >= 400:
-            self._put("request", {"status": status, **facts})
+        """Log a request that has ended, and whose status is wanted."""
+        self._put("request", {"status": status, **facts})
 
     def note(self, message: str) -> None:
         """Log something that is not about one request."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
+from megatoken.engine.tokenizer import LONG_TEXT
 from megatoken.serve import frames
 from megatoken.serve.answer import Answer, Choice, ChunkStream, Delta, FullAnswer, Prompt, answer_head
 from megatoken.serve.context import ENGINE_NAMES, ApiContext, cache_salt, ending, engine_requests, grammar_of
@@ -18,15 +19,36 @@ from megatoken.serve.server import api_route
 
 
 @api_route
-async def completions(api: ApiContext, exchange: Exchange) -> None:
+def completions(api: ApiContext, exchange: Exchange) -> Awaitable[None] | None:
     """Continue prompts."""
     body = parse_body(CompletionBody, exchange.take_body())
     api.check_body(body)
+    first, *others = body.prompts
+    if others or len(first) >= LONG_TEXT:
+        return _answer_later(api, exchange, body)
+    if isinstance(first, str):
+        token_ids = api.encode_now(first, add_special=body.add_special_tokens, param="prompt")
+    else:
+        token_ids = first
+    _answer(api, exchange, body, [_prompt(api, body, first, token_ids)])
+    return None
+
+
+async def _answer_later(api: ApiContext, exchange: Exchange, body: CompletionBody) -> None:
+    """Continue prompts that take a while to prepare, with turns of the loop for the streams."""
     prompts: list[Prompt] = []
     for prompt in body.prompts:
         if prompts:
-            await asyncio.sleep(0)  # a batch must not hold up the streams
-        prompts.append(await _prompt(api, body, prompt))
+            await asyncio.sleep(0)
+        if isinstance(prompt, str):
+            token_ids = await api.encode(prompt, add_special=body.add_special_tokens, param="prompt")
+        else:
+            token_ids = prompt
+        prompts.append(_prompt(api, body, prompt, token_ids))
+    _answer(api, exchange, body, prompts)
+
+
+def _answer(api: ApiContext, exchange: Exchange, body: CompletionBody, prompts: list[Prompt]) -> None:
     grammar, grammar_field = grammar_of(body)
     fields = {
         "max_tokens": max(body.max_tokens, 1),
@@ -54,11 +76,7 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
         answer.end_without_tokens()
 
 
-async def _prompt(api: ApiContext, body: CompletionBody, prompt: str | list[int]) -> Prompt:
-    if isinstance(prompt, str):
-        token_ids = await api.encode(prompt, add_special=body.add_special_tokens, param="prompt")
-    else:
-        token_ids = prompt
+def _prompt(api: ApiContext, body: CompletionBody, prompt: str | list[int], token_ids: list[int]) -> Prompt:
     token_ids = api.fit(token_ids, body, body.max_tokens, "prompt")
     text = ""
     if body.echo:

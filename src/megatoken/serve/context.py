@@ -108,16 +108,20 @@ class ApiContext:
             self.note(f"ignored unknown fields of requests: {', '.join(new)[:500]}")
 
     async def encode(self, text: str, *, add_special: bool, param: str) -> list[int]:
+        """As ``encode_now``, but a long text is encoded on another thread, so that it does not hold up the streams."""
+        encode = partial(self.encode_now, text, add_special=add_special, param=param)
+        if len(text) < LONG_TEXT:
+            return encode()
+        self.check_length(len(text), param)
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
+
+    def encode_now(self, text: str, *, add_special: bool, param: str) -> list[int]:
         """Token ids of a prompt. Raises ApiError: there is no tokenizer, or the text cannot be encoded."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise ApiError("the model has no tokenizer; give the prompt as token ids", param=param)
         self.check_length(len(text), param)
         try:
-            if len(text) < LONG_TEXT:
-                return tokenizer.encode(text, add_special=add_special)
-            encode = partial(tokenizer.encode, text, add_special=add_special)
-            return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
+            return self.tokenizer.encode(text, add_special=add_special)
         except RequestError as error:
             raise ApiError(str(error), param=param) from None
 

@@ -20,6 +20,7 @@ from megatoken.serve.messages import (
     Unavailable,
     pickled,
     step_events,
+    submission_frame,
     unpickled,
 )
 from megatoken.serve.tenants import Tenant
@@ -129,7 +130,7 @@ class EngineClient(asyncio.Protocol):
         self._next_id += 1
         self._sinks[request_id] = sink
         submission = Submission(request_id, request, tenant, time.monotonic_ns(), priority, whole, answers)
-        self._transport.write(pickled(Kind.SUBMIT, tuple(submission)))
+        self._transport.write(submission_frame(submission))
         return request_id
 
     def cancel(self, request_id: int, *, stopped: bool = False) -> None:

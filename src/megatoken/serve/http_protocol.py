@@ -211,8 +211,9 @@ class Connection(asyncio.Protocol):
         self._unparsed_bytes = 0
         self._body_came = True
         self._deadline = time.monotonic() + self._options.body_seconds
-        request = self._request = self._new_request()
-        refusal = self._refusal_of_head() or self._handler.admit(request)
+        version = self._parser.get_http_version()
+        request = self._request = self._new_request(version)
+        refusal = self._refusal_of_head(request.method, version) or self._handler.admit(request)
         if refusal is None:
             if self._headers.get("expect", "").lower() == "100-continue" and self._current is None:
                 self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -323,19 +324,18 @@ class Connection(asyncio.Protocol):
     def _has_body(self) -> bool:
         return "transfer-encoding" in self._headers or self._headers.get("content-length", "0").strip("0") != ""
 
-    def _new_request(self) -> HttpRequest:
-        given = self._headers.get("x-request-id", "")
+    def _new_request(self, version: str) -> HttpRequest:
+        given = self._headers.get("x-request-id")
         path, _, query = _ORIGIN.sub("", self._url.decode("latin-1")).partition("?")
         method = self._parser.get_method().decode("latin-1")
-        version = self._parser.get_http_version()
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        request_id = given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         keep_alive = bool(self._parser.should_keep_alive())
         return HttpRequest(
             method, path, query, self._headers, b"", request_id, self._arrival_ns, None, keep_alive, version == "1.0"
         )
 
-    def _refusal_of_head(self) -> Refusal | None:
-        headers, version = self._headers, self._parser.get_http_version()
+    def _refusal_of_head(self, method: str, version: str) -> Refusal | None:
+        headers = self._headers
         if version not in ("1.0", "1.1"):
             return Refusal(505, "only HTTP/1.1 and HTTP/1.0 are supported")
         if len(self._url) > LINE_BYTES:
@@ -351,7 +351,6 @@ class Connection(asyncio.Protocol):
             return Refusal(501, "only the transfer encoding chunked is supported")
         if headers.get("content-encoding", "identity").lower() != "identity":
             return Refusal(415, "compressed bodies are not supported; send plain JSON")
-        method = self._parser.get_method().decode("latin-1")
         if encoding is None and "content-length" not in headers and method in _BODY_METHODS:
             return Refusal(411, "a body needs a Content-Length header or the transfer encoding chunked")
         length = headers.get("content-length", "0")

@@ -310,6 +310,8 @@ class Hub:
             self._die(failure)
         elif not self._failed:
             self._pump()
+            if not self._rack:  # whose replicas report their totals once a second
+                self._count_computed()
 
     def _deliver(self, step: Step) -> None:
         label, ended = step.engine, step.ended_ns / 1e9
@@ -350,11 +352,11 @@ class Hub:
             self._charge(counters, name, tenants[name], tokens)
         for link in self._links:
             link.end_step()
-        if self._rack:  # whose replicas report their totals once a second
-            return
-        computed = self._engine.state().processed_tokens
-        if computed > self._computed_tokens:
-            counters.histograms["iteration_tokens_total"].observe(computed - self._computed_tokens)
+
+    def _count_computed(self) -> None:
+        computed, before = self._engine.state().processed_tokens, self._computed_tokens
+        if computed > before:
+            self.metrics.front().histograms["iteration_tokens_total"].observe(computed - before)
             self._computed_tokens = computed
 
     def _charge(self, counters: EngineCounters, name: str, tenant: Tenant, tokens: int) -> None:
@@ -492,8 +494,6 @@ class Hub:
 
 
 def _failure(error: BaseException) -> str:
-    return (
-        f"the engine has failed: {error}"
-        if isinstance(error, MegatokenError)
-        else fault("the engine has failed", error)
-    )
+    if isinstance(error, MegatokenError):
+        return f"the engine has failed: {error}"
+    return fault("the engine has failed", error)

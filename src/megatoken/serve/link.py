@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 from megatoken.engine.request import Request, TokenEvent
 from megatoken.framing import FrameReader
-from megatoken.serve.messages import Kind, Submission, step_frame, unpickled
+from megatoken.serve.messages import Kind, Submission, step_frame, submission_of, unpickled
 from megatoken.serve.tenants import Tenant
 
 MOST_UNSENT_BYTES = 256 << 20  # of a process that does not read; then it is given up
@@ -85,7 +85,7 @@ class Link(asyncio.Protocol):
         """Take requests and cancellations."""
         for kind, payload in self._reader.feed(data):
             if kind == Kind.SUBMIT:
-                self._hub.submit(self, Submission(*unpickled(payload)), len(payload))
+                self._hub.submit(self, submission_of(payload), len(payload))
             elif kind == Kind.CANCEL:
                 client_id, stopped = unpickled(payload)
                 self._hub.cancel(self, client_id, stopped=stopped)

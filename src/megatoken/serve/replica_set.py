@@ -35,6 +35,7 @@ from megatoken.serve.messages import (
     Unavailable,
     pickled,
     step_parts,
+    submission_frame,
     unpickled,
 )
 from megatoken.serve.metrics import QUEUE, EngineReport
@@ -380,7 +381,7 @@ class ReplicaLink(asyncio.Protocol):
         """Send a request; if the connection has ended, ``connection_lost`` will take it back."""
         self.open[routed.request_id] = routed
         submission = Submission(routed.request_id, routed.request, DEFAULT_TENANT, time.monotonic_ns())
-        self._send(pickled(Kind.SUBMIT, tuple(submission)))
+        self._send(submission_frame(submission))
 
     def cancel(self, request_id: int) -> None:
         """End a request; what still comes for it is dropped."""

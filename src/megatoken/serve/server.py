@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import re
 import socket
 import time
@@ -18,7 +17,7 @@ from megatoken.serve.access_log import AccessLog
 from megatoken.serve.answer import reply_error
 from megatoken.serve.child import Control
 from megatoken.serve.context import ApiContext
-from megatoken.serve.engine_client import EngineClient, Refused, fault
+from megatoken.serve.engine_client import EngineClient, fault
 from megatoken.serve.exchange import Exchange, HttpRequest
 from megatoken.serve.http_protocol import Connection, Refusal
 from megatoken.serve.messages import ServedModel
@@ -103,14 +102,16 @@ class Server:
         except Exception as error:
             self._answer_error(exchange, error)
             return
-        if inspect.isawaitable(waiting):
-            task = asyncio.ensure_future(self._wait(exchange, waiting))
+        if waiting is not None:
+            task = asyncio.get_running_loop().create_task(self._wait(exchange, waiting))
             self._keep(task)
             exchange.on_disconnect(task.cancel)
 
     def finished(self, exchange: Exchange) -> None:
         """Log it."""
         self._exchanges.discard(exchange)
+        if not self.log.wants(exchange.status):
+            return
         request = exchange.request
         facts = {
             "request_id": request.request_id,
@@ -187,11 +188,10 @@ class Server:
             self._answer_error(exchange, error)
 
     def _answer_error(self, exchange: Exchange, error: Exception) -> None:
-        if isinstance(error, Refused):
+        if isinstance(error, MegatokenError):
             reply_error(exchange, as_api_error(error))
             return
-        if not isinstance(error, MegatokenError):
-            self.log.note(fault(f"request {exchange.request.request_id} failed", error))
+        self.log.note(fault(f"request {exchange.request.request_id} failed", error))
         exchange.fail(500, "the server failed to answer this request; its log says more")
         exchange.end()
 
@@ -241,15 +241,12 @@ class Server:
                 connection.check(now)
 
 
-def api_route(route: Callable[[ApiContext, Exchange], Awaitable[None]]) -> Route:
-    """A route that answers what it raises in OpenAI's shape."""
+def api_route(route: Callable[[ApiContext, Exchange], Awaitable[None] | None]) -> Route:
+    """A route that needs a ready model, and answers what it raises in OpenAI's shape."""
 
-    async def answered(server: Server, exchange: Exchange) -> None:
-        try:
-            if server.api is None:
-                raise ApiError(server.client.message, HTTPStatus.SERVICE_UNAVAILABLE, retry_after=UNAVAILABLE_SECONDS)
-            await route(server.api, exchange)
-        except MegatokenError as error:
-            reply_error(exchange, as_api_error(error))
+    def answered(server: Server, exchange: Exchange) -> Awaitable[None] | None:
+        if server.api is None:
+            raise ApiError(server.client.message, HTTPStatus.SERVICE_UNAVAILABLE, retry_after=UNAVAILABLE_SECONDS)
+        return route(server.api, exchange)
 
     return answered
