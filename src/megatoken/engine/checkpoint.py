@@ -15,6 +15,7 @@ from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, end_token_id
 from megatoken.engine.hugging_face import model_config
 from megatoken.engine.quantized_checkpoint import QuantizedTensors, declared, expected_tensors
 from megatoken.engine.quantized_layouts import Expected
+from megatoken.engine.quantized_source import QuantizedSource
 from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.stacked_experts import StackedExperts
 from megatoken.engine.tensor_files import FETCH, StoredTensor, find_tensors, one_line_errors, read_json
@@ -173,11 +174,11 @@ class RandomWeights:
         return result
 
 
-class RandomFourBit:
+class RandomFourBit(QuantizedSource):
     """The linears of random weights as NVFP4, as if a checkpoint stored them so."""
 
     def __init__(self, plain: RandomWeights) -> None:
-        self.expanded: dict[str, bool] = {}
+        super().__init__()
         self._plain = plain
 
     def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any:
@@ -186,14 +187,6 @@ class RandomFourBit:
 
         kept = scheme.keep(lambda: draw(self._plain.read(name, scheme.activation_dtype, device)))
         return None if kept is None else kept[0]
-
-    def four_bit(self, name: str) -> None:
-        """None outside of ``read``."""
-        return
-
-    def cache_scales(self, layer: int) -> tuple[float, float]:
-        """Those of a cache without scales."""
-        return 1.0, 1.0
 
 
 def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0) -> Checkpoint | RandomWeights:

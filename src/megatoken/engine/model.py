@@ -17,26 +17,8 @@ from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ExpertsConfig, ModelConfig, RopeConfig
 from megatoken.engine.ops import Batch, Ops, Ranks
 from megatoken.engine.process_memory import return_freed_memory
+from megatoken.engine.quantized_source import QuantizedSource
 from megatoken.engine.schemes import LinearScheme
-from megatoken.engine.schemes.packed4 import Packed4
-
-
-class QuantizedSource(Protocol):
-    """Linears that a checkpoint stores quantised, with their scales.
-
-    ``expanded``: 4-bit weights that were read in fp8, and whether e4m3 held every value exactly.
-    """
-
-    expanded: dict[str, bool]
-
-    def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any | None:
-        """One weight in the scheme's own type; None if it must be multiplied out for that, or is plain."""
-
-    def four_bit(self, name: str) -> Packed4 | None:
-        """One four-bit weight as stored, on the CPU; None if it is none, or must be multiplied out."""
-
-    def cache_scales(self, layer: int) -> tuple[float, float]:
-        """Of a layer's fp8 keys and values."""
 
 
 class WeightSource(Protocol):

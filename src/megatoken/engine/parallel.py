@@ -39,7 +39,8 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.config import EngineConfig, model_folder, sharded
 from megatoken.engine.memory import MemoryPlan
-from megatoken.engine.model import QuantizedSource, WeightSource
+from megatoken.engine.model import WeightSource
+from megatoken.engine.quantized_source import QuantizedSource
 from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.schemes.fp8_weight import share
 from megatoken.errors import MegatokenError
@@ -87,23 +88,17 @@ class RankWeights:
         return whole if side is None else share(whole, side, self._rank, self._ranks)
 
 
-class _RankQuantized:
-    """The quantised linears of one rank."""
+class _RankQuantized(QuantizedSource):
+    """The quantised linears of one rank; ranks multiply their parts of four-bit ones out."""
 
     def __init__(self, whole: QuantizedSource, rank: int, ranks: int) -> None:
         self.expanded = whole.expanded
-        self._whole = whole
-        self._rank = rank
-        self._ranks = ranks
+        self._whole, self._rank, self._ranks = whole, rank, ranks
 
     def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any | None:
         side = _cut_side(name.split(".")[-2])
         whole = self._whole.read(name, scheme, device)
         return whole if side is None or whole is None else whole.share(side, self._rank, self._ranks)
-
-    def four_bit(self, name: str) -> None:
-        """Ranks multiply their parts out."""
-        return
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         return self._whole.cache_scales(layer)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.quantization_declaration import Declaration, read_declaration
 from megatoken.engine.quantized_layouts import Expected, Fp8Layout, Groups, read_scale
-from megatoken.engine.schemes import LinearScheme
+from megatoken.engine.quantized_source import QuantizedSource
 from megatoken.engine.tensor_files import StoredTensor, one_line_errors
 
 if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
@@ -42,19 +42,18 @@ def expected_tensors(declaration: Declaration, config: ModelConfig, present: Con
     return expected | dict.fromkeys(cache if any(name in present for name in cache) else (), one)
 
 
-class QuantizedTensors:
+class QuantizedTensors(QuantizedSource):
     """The quantized linears of a checkpoint. Scales of tensors and rows are read and checked immediately.
 
     Attributes:
         directory: of the files.
-        expanded: 4-bit weights that were read in fp8, and whether e4m3 held every value exactly.
 
     Raises:
         CheckpointError: a scale is not positive and finite.
     """
 
     def __init__(self, declaration: Declaration, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-        self.expanded: dict[str, bool] = {}
+        super().__init__()
         self._layouts = declaration.layouts
         self.directory = declaration.source.parent
         self._shapes = config.linear_shapes
@@ -71,11 +70,7 @@ class QuantizedTensors:
         return isinstance(name, str) and name.endswith(".weight") and name.removesuffix(".weight") in self._layouts
 
     def stored(self, name: str, device: torch.device | None = None) -> Fp8Weight | Packed4:
-        """One weight as stored; its large parts on ``device`` where they need no other order, the rest on the CPU.
-
-        Raises:
-            CheckpointError: it or a scale holds NaN, a scale is not positive, or the file changed.
-        """
+        """By the layout of its linear."""
         module = name.removesuffix(".weight")
         with one_line_errors(self.directory):
             return self._layouts[module].read(module, self._shape(name), self._tensors, device)
@@ -83,14 +78,6 @@ class QuantizedTensors:
     def _shape(self, name: str) -> tuple[int, int]:
         rows, columns = self._shapes[name]
         return rows, columns
-
-    def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any | None:
-        """One weight in the scheme's own format; None if it must be multiplied out for that, or is plain.
-
-        Raises:
-            CheckpointError: as ``stored``.
-        """
-        return kept_in(scheme, self, name, device)
 
     def four_bit(self, name: str) -> Packed4 | None:
         """One four-bit weight as stored; None if it is none. Raises as ``stored``."""
@@ -116,25 +103,6 @@ class QuantizedTensors:
         """Scales of the layer's keys and values in an fp8 cache."""
         k_scale, v_scale = self._cache_scales[layer] or (1.0, 1.0)
         return k_scale, v_scale
-
-
-class _Stored(Protocol):
-    expanded: dict[str, bool]
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def stored(self, name: str, device: torch.device | None = None) -> Fp8Weight | Packed4: ...
-
-
-def kept_in(scheme: LinearScheme, source: _Stored, name: str, device: torch.device) -> Any | None:
-    """A weight of ``source`` in the scheme's format, None if it has no such form; writes down what was expanded."""
-    kept = scheme.keep(lambda: source.stored(name, device).to(device)) if name in source else None
-    if kept is None:
-        return None
-    weight, exact = kept
-    if exact is not None:
-        source.expanded[name] = exact
-    return weight
 
 
 def _cache_names(declaration: Declaration, layer: int) -> list[str]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatoken.engine.config import ModelConfig
-from megatoken.engine.quantized_checkpoint import kept_in
 from megatoken.engine.quantized_layouts import MXFP4_BLOCK, Expected
-from megatoken.engine.schemes import LinearScheme
+from megatoken.engine.quantized_source import QuantizedSource
 from megatoken.engine.tensor_files import FETCH, StoredTensor, one_line_errors
 from megatoken.errors import CheckpointError
 
@@ -39,8 +38,11 @@ class _Place(NamedTuple):
     step: int
 
 
-class StackedExperts:
-    """The experts of such a checkpoint. If they are MXFP4, also a source of quantised linears."""
+class StackedExperts(QuantizedSource):
+    """The experts of such a checkpoint. If they are MXFP4, also a source of quantised linears.
+
+    They have no four-bit form: each has few tokens, but many rows, so all are multiplied out.
+    """
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
         """``tensors``: all of the checkpoint, checked when they are read.
@@ -48,10 +50,10 @@ class StackedExperts:
         Raises:
             CheckpointError: sides that MXFP4 cannot have, or that do not show which of them has the rows.
         """
+        super().__init__()
         assert config.experts is not None
         self.packed = any(name.endswith(_BLOCKS) for name in tensors)  # the weights are MXFP4
         self.directory = next(iter(tensors.values())).path.parent  # of the files
-        self.expanded: dict[str, bool] = {}  # weights that were read in fp8, and whether e4m3 held every value exactly
         self._tensors = tensors
         self._places: dict[str, _Place] = {}
         self._sides: dict[str, tuple[int, int]] = {}
@@ -97,11 +99,7 @@ class StackedExperts:
         return self.packed and isinstance(name, str) and name.endswith(".weight") and self.has(name)
 
     def stored(self, name: str, device: torch.device | None = None) -> Packed4:
-        """One weight, on ``device`` or the CPU.
-
-        Raises:
-            CheckpointError: it holds NaN or infinity, or the file changed.
-        """
+        """One weight, on ``device`` or the CPU."""
         import torch
 
         from megatoken.engine.schemes.packed4 import Packed4
@@ -114,18 +112,6 @@ class StackedExperts:
         if scales_NG.amax() > _LARGEST_SCALE:
             raise CheckpointError(f"{scales.path}: tensor {place.stored + _SCALES!r} holds NaN or infinity; {FETCH}")
         return Packed4(codes_NB, 2 * codes_NB.shape[1], "e2m1", scales_NG.view(torch.float8_e8m0fnu))
-
-    def read(self, name: str, scheme: LinearScheme, device: torch.device) -> Any | None:
-        """One weight as ``QuantizedTensors.read``; raises as ``stored``."""
-        return kept_in(scheme, self, name, device)
-
-    def four_bit(self, name: str) -> None:
-        """Experts are multiplied out: each has few tokens, but many rows."""
-        return
-
-    def cache_scales(self, layer: int) -> tuple[float, float]:
-        """None are stored."""
-        return 1.0, 1.0
 
     def plain(self, name: str, dtype: torch.dtype, device: torch.device | None) -> Tensor:
         """One plain weight [rows, columns] or bias [rows] as a fresh tensor, as ``Checkpoint.read``."""
