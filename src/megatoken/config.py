@@ -16,6 +16,7 @@ from megatoken.engine.config import DEFAULT_PRECISION, REFERENCE, EngineConfig, 
 from megatoken.engine.request import Sampling
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import ConfigError
+from megatoken.mlperf.benchmarks import BenchmarkName
 from megatoken.text import suggestion
 from megatoken.yaml_files import compose, demand
 
@@ -45,9 +46,6 @@ def separated(value: Any) -> Any:
     return value.split(",") if isinstance(value, str) else value
 
 
-BenchmarkName = Literal[
-    "llama2-70b", "llama3.1-405b", "llama3.1-8b", "llama3.1-8b-edge", "mixtral-8x7b", "deepseek-r1", "gpt-oss-120b"
-]
 RoundName = Literal["v5.1", "v6.0", "v6.1"]  # whose seeds and rules are known: data/loadgen_rules.json
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EDQUOT, EFBIG, EINVAL, ENOSPC
@@ -239,6 +239,23 @@ def read_text(path: Path, most_bytes: int = MOST_DOCUMENT_BYTES) -> tuple[str, l
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         return data.decode("utf-8", "replace"), [*damages, Damage(line, "bytes that are not UTF-8")]
+
+
+def numbered_lines(
+    file: io.BufferedReader, most_bytes: int, seen: Callable[[bytes], object] = lambda _: None
+) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers from 1, None in place of a line of more than ``most_bytes``; ``seen`` gets all bytes."""
+    number = 0
+    while line := file.readline(most_bytes):
+        number += 1
+        seen(line)
+        if len(line) < most_bytes or line.endswith(b"\n"):
+            yield number, line
+            continue
+        while (line := file.readline(most_bytes)) and not line.endswith(b"\n"):
+            seen(line)
+        seen(line)
+        yield number, None
 
 
 def encoding_problem(head: bytes) -> str | None:

@@ -238,7 +238,6 @@ class _Watched:
         self.add_series = folder.add_series
         self.add_token_times = folder.add_token_times
         self.add_facts = folder.add_facts
-        self.add_token_times = folder.add_token_times
 
     def add_samples(self, rows: Sequence[SampleRow]) -> None:
         self._watch.add_samples(rows)

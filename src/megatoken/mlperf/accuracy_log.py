@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.errors import UsageError
-from megatoken.files import Damage, UnreadableError, encoding_problem, open_regular, read_text
+from megatoken.files import Damage, UnreadableError, encoding_problem, numbered_lines, open_regular, read_text
 
 ACCURACY_LOG = "mlperf_log_accuracy.json"
 WHOLE_RUN = "megatoken run --mode accuracy"  # logs the answers to all rows
@@ -119,10 +119,13 @@ def read_accuracy_log(path: Path, keep: Callable[[Answer], object] | None = None
             if problem := encoding_problem(file.peek(4096) if hasattr(file, "peek") else b""):
                 raise UnreadableError(problem)
             opened = closed = False
-            for number, line in _lines(file, log, digest.update):
+            for number, line in numbered_lines(file, MOST_LINE_BYTES, digest.update):
                 log.lines = number
                 if number > MOST_LINES:
                     raise UnreadableError(f"holds more than {MOST_LINES:,} lines, which no accuracy log does")
+                if line is None:
+                    _damage(log, number, b"a line too long for any answer")
+                    continue
                 text = line.strip()
                 if not text:
                     continue
@@ -138,7 +141,7 @@ def read_accuracy_log(path: Path, keep: Callable[[Answer], object] | None = None
                     _take(log, number, found, values, keep)
                 else:
                     _damage(log, number, text)
-            log.sha256 = digest.hexdigest()
+            log.sha256, log.size_bytes = digest.hexdigest(), file.tell()
             log.complete = opened and closed
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror or error}") from None
@@ -206,23 +209,6 @@ def _damage(log: AccuracyLog, number: int, text: bytes) -> None:
     log.damage_count += 1
     if len(log.damages) < MOST_LISTED:
         log.damages.append(Damage(number, text[:80].decode("utf-8", "backslashreplace")))
-
-
-def _lines(file: Any, log: AccuracyLog, seen: Callable[[bytes], None]) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    while line := file.readline(MOST_LINE_BYTES):
-        number += 1
-        seen(line)
-        log.size_bytes += len(line)
-        if len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
-            _damage(log, number, b"a line too long for any answer")
-            while (line := file.readline(MOST_LINE_BYTES)) and not line.endswith(b"\n"):
-                seen(line)
-                log.size_bytes += len(line)
-            seen(line)
-            log.size_bytes += len(line)
-            continue
-        yield number, line
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megatoken.mlperf.rounds import rules
 
@@ -22,15 +22,10 @@ SCENARIOS = {
 }
 """Scenarios as configurations spell them, and as MLPerf's folders and ``Benchmark`` do."""
 DEFAULT_BENCHMARK = "llama2-70b"
-BENCHMARKS = (
-    "llama2-70b",
-    "llama3.1-405b",
-    "llama3.1-8b",
-    "llama3.1-8b-edge",
-    "mixtral-8x7b",
-    "deepseek-r1",
-    "gpt-oss-120b",
-)
+BenchmarkName = Literal[
+    "llama2-70b", "llama3.1-405b", "llama3.1-8b", "llama3.1-8b-edge", "mixtral-8x7b", "deepseek-r1", "gpt-oss-120b"
+]
+BENCHMARKS: tuple[BenchmarkName, ...] = get_args(BenchmarkName)
 _TARGETS = ("-99", "-99.9")  # accuracy targets: one model, two benchmarks
 _TARGET = re.compile(r"-99(?:\.9)?$")
 

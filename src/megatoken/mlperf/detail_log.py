@@ -6,7 +6,6 @@ Memory does not grow with the file: repeated keys are counted, defects are liste
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.errors import StorageError
-from megatoken.files import Damage, UnreadableError, encoding_problem, open_regular, parse_json
+from megatoken.files import Damage, UnreadableError, encoding_problem, numbered_lines, open_regular, parse_json
 from megatoken.mlperf.rounds import Seeds
 
 DETAIL_LOG = "mlperf_log_detail.txt"
@@ -134,15 +133,21 @@ def read_detail_log(path: Path) -> DetailLog:
             head = file.peek(4096) if hasattr(file, "peek") else b""
             if problem := encoding_problem(head):
                 raise UnreadableError(problem)
-            for number, line in _lines(file, log):
+            number, line = 0, None
+            for number, line in numbered_lines(file, MOST_LINE_BYTES):
                 if log.damage_count > MOST_DAMAGES:
                     log.damages.insert(0, Damage(number, "too many damaged lines; the rest was not read"))
                     break
+                if line is None:
+                    _damage(log, number, f"a line of more than {MOST_LINE_BYTES // 2**20} MiB")
+                    continue
                 bulk = state.bulks.get(line[:_KEY_BYTES])
                 if bulk is not None and bulk.is_like(line):
                     _count(log, bulk.key, bulk.is_error, bulk.is_warning)
                 else:
                     _take(log, number, line, state)
+            log.cut_off = line is not None and not line.endswith(b"\n")
+            log.lines, log.size_bytes = number, file.tell()
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror or error}") from None
     return log
@@ -196,26 +201,6 @@ class _Bulk:
 class _State:
     last_time: dict[int, float] = field(default_factory=dict)  # of each thread
     bulks: dict[bytes, _Bulk] = field(default_factory=dict)  # by the start of the line, where the key stands
-
-
-def _lines(file: Any, log: DetailLog) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; a line longer than any of LoadGen's is skipped and listed."""
-    number = 0
-    line = b""
-    while chunk := file.readline(MOST_LINE_BYTES):
-        number += 1
-        log.size_bytes += len(chunk)
-        line = chunk
-        if len(chunk) == MOST_LINE_BYTES and not chunk.endswith(b"\n"):
-            _damage(log, number, f"a line of more than {MOST_LINE_BYTES // 2**20} MiB")
-            while (chunk := file.readline(MOST_LINE_BYTES)) and not chunk.endswith(b"\n"):
-                log.size_bytes += len(chunk)
-            log.size_bytes += len(chunk)
-            line = chunk
-            continue
-        yield number, line
-    log.lines = number
-    log.cut_off = bool(line) and not line.endswith(b"\n")
 
 
 def _take(log: DetailLog, number: int, line: bytes, state: _State) -> None:
