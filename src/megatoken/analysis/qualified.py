@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatoken.engine.config import SHAPES, EngineConfig, ModelConfig
-from megatoken.engine.cost_model import CostModel, StepCost
+from megatoken.engine.cost_model import CostModel, Costs, StepCost
 from megatoken.engine.gpus import Gpu, find_gpu, gpus
-from megatoken.engine.measured_costs import CorrectedCosts, Costs, Factors, ProcessorCosts, ProcessorRates
+from megatoken.engine.measured_costs import CorrectedCosts, Factors, ProcessorCosts, ProcessorRates
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.schemes import LinearScheme, scheme_of
 from megatoken.engine.simulated import CONTEXT_BYTES

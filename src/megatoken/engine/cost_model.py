@@ -23,6 +23,7 @@ the clock it settles at or, if the rate of large products is published, that rat
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -108,12 +109,35 @@ class StepCost(NamedTuple):
     watts: float
 
 
-class CostModel:
-    """Predicts the duration of steps of one model on one kind of GPU.
+class Costs(ABC):
+    """What a simulated engine needs to know of its hardware.
 
     Attributes:
         basis: source of the rate of products, in a few words.
     """
+
+    basis: str
+
+    def step(self, plan: StepPlan) -> StepCost:
+        """The cost of a planned step."""
+        return self.step_of(*plan.work())
+
+    @abstractmethod
+    def step_of(
+        self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
+    ) -> StepCost:
+        """The cost of a step.
+
+        Args:
+            decodes: sequences that decode one token each.
+            cached_tokens: keys that they see, summed.
+            chunks: first position and length of each prompt chunk.
+            samples: tokens that are sampled.
+        """
+
+
+class CostModel(Costs):
+    """Predicts the duration of steps of one model on one kind of GPU."""
 
     def __init__(
         self,
@@ -227,21 +251,10 @@ class CostModel:
         self._limit_watts = LIMIT_SHARE * gpu.power_limit_watts if gpu.name in CLOCK_LIMITED else None
         self._watts_per_operation = scheme.watts_per_operation
 
-    def step(self, plan: StepPlan) -> StepCost:
-        """The cost of a planned step."""
-        return self.step_of(*plan.work())
-
     def step_of(
         self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
     ) -> StepCost:
-        """The cost of a step.
-
-        Args:
-            decodes: sequences that decode one token each.
-            cached_tokens: keys that they see, summed.
-            chunks: first position and length of each prompt chunk.
-            samples: tokens that are sampled.
-        """
+        """The cost of a step, see ``Costs``."""
         tokens, chunk_operations, sequences = float(decodes), 0.0, decodes
         longest_chunk = longest_context = 0
         for start, count in chunks:

@@ -9,28 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from megatoken.engine.config import ModelConfig
-from megatoken.engine.cost_model import CostModel, StepCost
+from megatoken.engine.cost_model import CostModel, Costs, StepCost
 from megatoken.engine.schemes import LinearScheme
-from megatoken.engine.step_plan import StepPlan
-
-
-class Costs(Protocol):
-    """What a simulated engine needs to know of its hardware."""
-
-    basis: str  # source of the rate of products, in a few words
-
-    def step(self, plan: StepPlan) -> StepCost:
-        """The cost of a planned step."""
-
-    def step_of(
-        self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
-    ) -> StepCost:
-        """The cost of a step, see ``CostModel.step_of``."""
 
 
 class Window(NamedTuple):
@@ -87,7 +72,7 @@ class ProcessorRates:
     layer_seconds: float = 0.0  # that each layer takes beyond its kernels
 
 
-class ProcessorCosts:
+class ProcessorCosts(Costs):
     """Predicts steps of one model on a processor."""
 
     def __init__(self, model: ModelConfig, scheme: LinearScheme, rates: ProcessorRates) -> None:
@@ -98,14 +83,10 @@ class ProcessorCosts:
         self._log_tokens, self._log_rates = np.log(tokens), np.log(operations)
         self._norm_bytes = (2 * model.layers + 1) * 2.0 * model.hidden_size * scheme.activation_bytes
 
-    def step(self, plan: StepPlan) -> StepCost:
-        """The cost of a planned step."""
-        return self.step_of(*plan.work())
-
     def step_of(
         self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
     ) -> StepCost:
-        """The cost of a step; arguments as for ``CostModel.step_of``."""
+        """The cost of a step, see ``Costs``."""
         work, rates = self._work, self._rates
         tokens, pairs = float(decodes), 0.0
         for start, count in chunks:
@@ -137,7 +118,7 @@ class Factors:
     chunk_attention: float = 1.0
 
 
-class CorrectedCosts:
+class CorrectedCosts(Costs):
     """The cost model of a GPU, with each part as much slower or faster as this GPU was measured to be."""
 
     def __init__(self, model: CostModel, factors: Factors, few_tokens: float, many_tokens: float) -> None:
@@ -146,20 +127,13 @@ class CorrectedCosts:
         self._log_tokens = (math.log(few_tokens), math.log(many_tokens))
         self.basis = f"{model.basis}, corrected by megatoken qualify"
 
-    def step(self, plan: StepPlan) -> StepCost:
-        """The cost of a planned step."""
-        return self._corrected(self._model.step(plan), float(plan.count.sum()))
-
     def step_of(
         self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
     ) -> StepCost:
-        """The cost of a step; arguments as for ``CostModel.step_of``."""
-        chunks = list(chunks)
+        """The cost of a step, see ``Costs``."""
+        chunks, factors = list(chunks), self.factors
         cost = self._model.step_of(decodes, cached_tokens, chunks, samples)
-        return self._corrected(cost, decodes + sum(count for _, count in chunks))
-
-    def _corrected(self, cost: StepCost, tokens: float) -> StepCost:
-        factors, log_tokens = self.factors, math.log(max(tokens, 1.0))
+        log_tokens = math.log(max(decodes + sum(count for _, count in chunks), 1.0))
         products = float(np.interp(log_tokens, self._log_tokens, (factors.weights, factors.products)))
         parts = cost._replace(
             products=cost.products * products,

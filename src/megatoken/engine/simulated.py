@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from megatoken.engine.active_request import ActiveRequest
 from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
-from megatoken.engine.cost_model import CostModel
+from megatoken.engine.cost_model import CostModel, Costs
 from megatoken.engine.gpus import Gpu, find_gpu
-from megatoken.engine.measured_costs import Costs
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.request import TokenLogprobs
 from megatoken.engine.runner_protocol import PromptPart, RecordedSteps
