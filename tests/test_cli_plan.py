@@ -48,6 +48,13 @@ def test_cost_is_made_of_assumptions_that_are_printed_and_can_be_set() -> None:
     assert dear > cheap
     rented = document_of("plan", "cost", *RACK, "--rent", 4)
     assert rented["results"][0]["value"] != cheap
+    (lines,) = [table for table in rented["tables"] if table["name"] == "lines"]
+    assert lines["note"].startswith("Each state is that of the cost per million output tokens")
+    hour = lines["rows"][0]["cost_dollars_per_hour"]
+    of_machine = document_of("plan", "cost", *RACK, "--dollars-per-hour", hour)
+    assert of_machine["results"] == rented["results"]
+    code, _, err = call_here("plan", "cost", *RACK, "--dollars-per-hour", hour, "--rent", 4)
+    assert code == 2 and "--rent with --dollars-per-hour" in err
 
 
 def test_flags_reach_the_plan(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def _flags_of(*parts: type[Any]) -> dict[str, tuple[Any, Any]]:
 
 _OF_FLEET, _OF_POWER = _flags_of(FleetFlags), _flags_of(PowerFlags)
 _SEATS = Annotated[int, flag("N", "People who have access.", "--seats")], Parameter.empty
-_FLAGS = _flags_of(Rate, Common) | _OF_FLEET | _OF_POWER | {"seats": _SEATS}
+_MACHINE_HOUR = Annotated[float | None, flag("DOLLARS", "Price of the whole machine for an hour.")], None
+_FLAGS = _flags_of(Rate, Common) | _OF_FLEET | _OF_POWER | {"seats": _SEATS, "dollars_per_hour": _MACHINE_HOUR}
 _OF_SOME = ("second_run", "factors")  # of the flags in Common
 
 
@@ -58,9 +59,9 @@ def _made(kind: str, flags: dict[str, Any]) -> Plan:
     if kind == "buy":
         return commands.buy(rate, common, part(FleetFlags), seats=flags["seats"])
     power = part(PowerFlags)
-    return (
-        commands.energy(rate, common, power) if kind == "energy" else commands.cost(rate, common, power, flags["rent"])
-    )
+    if kind == "energy":
+        return commands.energy(rate, common, power)
+    return commands.cost(rate, common, power, flags["rent"], flags["dollars_per_hour"])
 
 
 def _add(kind: str, words: str, *own: str) -> None:
@@ -103,6 +104,7 @@ _add(
     "Cost per million tokens, request and user. And what it depends on.",
     *_OF_POWER,
     "rent",
+    "dollars_per_hour",
     "second_run",
     "factors",
 )

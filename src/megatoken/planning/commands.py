@@ -219,13 +219,21 @@ def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
     return plan_energy(throughput, power, assumptions, profiles=_profiles(common), energy=measured)
 
 
-def cost(rate: Rate, common: Common, flags: PowerFlags, rent: float | None = None) -> Plan:
-    """``megatoken plan cost``. Raises UsageError."""
+def cost(
+    rate: Rate, common: Common, flags: PowerFlags, rent: float | None = None, machine_hour: float | None = None
+) -> Plan:
+    """``megatoken plan cost``; ``rent`` of an accelerator or ``machine_hour`` of all. Raises UsageError."""
+    if machine_hour is not None:
+        why = "it is the rent of the whole machine, which includes power"
+        _only_one("--dollars-per-hour", why, ("--rent", rent), ("--watts", flags.watts))
     if rent is not None:
         _only_one("--rent", "the rent includes power", ("--watts", flags.watts))
     assumptions = _assumptions(common, rate.run)
     throughput, runs = _throughput(rate, assumptions)
     assumptions = assumptions.priced_for(throughput.accelerator)
+    if machine_hour is not None:
+        check_positive("--dollars-per-hour", machine_hour, "0.2")
+        rent = machine_hour / (throughput.accelerators or 1)  # without a count, _check_priced asks for it
     power = None if rent is not None else _power(throughput, runs, flags)
     _check_priced(rate, throughput, power, rent)
     second = _second(common.second_run, runs, assumptions)

@@ -347,7 +347,8 @@ def _lines(inputs: CostInputs, per_million: Mapping[str, float], state: State) -
         }
         for name, dollars in per_million.items()
     ]
-    return Table("lines", "Cost by line, at mean utilisation", tuple(rows))
+    note = "Each state is that of the cost per million output tokens, which rests on the rate and the utilisation too"
+    return Table("lines", "Cost by line, at mean utilisation", tuple(rows), note)
 
 
 def _interactions(
