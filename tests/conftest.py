@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+import forks
 from examples import ALL, examples
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -67,9 +68,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays, and so does the checkout, which git need not look at for every run."""
-    from megatoken.hardware import inventory
+    """What was imported and collected stays, and so does the checkout, which git need not look at for every run.
 
+    A tenth of the samples shows what a client can send, here as in ``forks.py``; every run with limits measures it.
+    """
+    from megatoken.hardware import inventory
+    from megatoken.harness import client_capacity
+
+    client_capacity.SAMPLES = forks.CLIENT_SAMPLES
     inventory.source_revision = functools.cache(inventory.source_revision)
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # as in processes that measure

@@ -30,6 +30,7 @@ IMPORTED = (
     *("megatoken.targets.in_process", "megatoken.engine.model", "megatoken.engine.ops.cpu", "megatoken.report.page"),
     *("megatoken.harness.run", "megatoken.runs.writer", "mlperf_loadgen", "pytest"),
 )
+CLIENT_SAMPLES = 2_000  # that a run with limits measures its client with, in place of 20,000
 MOST_BYTES = 2**20  # of one request: a command line and an environment
 
 
@@ -194,6 +195,7 @@ def _run(command: list[str]) -> None:
 if __name__ == "__main__":
     for module in IMPORTED:
         importlib.import_module(module)
+    sys.modules["megatoken.harness.client_capacity"].SAMPLES = CLIENT_SAMPLES  # type: ignore[attr-defined]
     gc.freeze()  # or every fork copies what its collector looks at
     requested, first = _serve(socket.socket(fileno=int(sys.argv[1])))
     if first is not None:
