@@ -152,7 +152,7 @@ class EndpointBackend:
         self._reporter.stage("measuring what the client can hold")
         if endpoint.hosts is None:
             self_test, processes = asdict(process_capacity()), endpoint.processes or default_processes()
-            started = [LocalProcess(settings.of(number)) for number in range(processes)]
+            started = [LocalProcess(settings.of(number, processes)) for number in range(processes)]
             for process in started:
                 process.wait_until_ready()
             yield Clients(started, self_test)

@@ -22,6 +22,7 @@ from megatoken.processes import usable_cores
 from megatoken.rack.clock import OffsetEstimate
 from megatoken.rack.wire import Channel
 from megatoken.runs.reasons import Reason, reason
+from megatoken.targets.endpoint.priority import Priority
 from megatoken.targets.endpoint.wire import Asked, ClientSettings, News
 
 MOST_PROCESSES = 4  # of one machine, unless the user wants more
@@ -62,6 +63,7 @@ class ClientProcess:
         """Sets back how busy the process was."""
         self.busy_share = self.loop_lag_seconds = 0.0  # the worst second
         self.looks = self.late_looks = 0  # at the clock of its loop
+        self.priority: Priority | None = None  # the lowest
 
     def note_load(
         self, busy_share: float, loop_lag_seconds: float, looks: int, late_looks: int, waited: float | None
@@ -92,7 +94,11 @@ class ClientProcess:
         self.send(Asked.PING, time.monotonic_ns())
 
     def receive(self) -> list[tuple[int, Any]]:
-        """The messages that have arrived but for clocks, which are noted. Raises WireError: the process is gone."""
+        """The messages that have arrived but for clocks and priorities, which are noted.
+
+        Raises:
+            WireError: the process is gone.
+        """
         frames = self.channel.receive()
         now_ns = time.monotonic_ns()
         self.heard = now_ns / 1e9
@@ -102,6 +108,8 @@ class ClientProcess:
             if kind == News.PONG and self.host is not None:
                 sent_ns, monotonic_ns, wall_ns = value
                 self.host.clock.note(sent_ns, now_ns, time.time_ns(), monotonic_ns, wall_ns)
+            elif kind == News.PRIORITY:
+                self.priority = Priority(value if self.priority is None else min(value, self.priority))
             else:
                 messages.append((kind, value))
         return messages
@@ -269,14 +277,16 @@ def _in_flight(process: ClientProcess) -> int:
     return process.in_flight
 
 
-def _busy(processes: Sequence[ClientProcess]) -> dict[str, float | None]:
-    """The busiest of them in each respect."""
+def _busy(processes: Sequence[ClientProcess]) -> dict[str, float | str | None]:
+    """The busiest of them in each respect, and the lowest priority."""
     waits = [one.core_wait_share for one in processes if one.core_wait_share is not None]
+    priorities = [one.priority for one in processes if one.priority is not None]
     return {
         "busy_share": max(one.busy_share for one in processes),
         "loop_lag_seconds": max(one.loop_lag_seconds for one in processes),
         "late_share": max(one.late_looks / max(FEWEST_LOOKS, one.looks) for one in processes),
         "core_wait_share": max(waits, default=None),
+        "priority": min(priorities).name.lower() if priorities else None,
     }
 
 

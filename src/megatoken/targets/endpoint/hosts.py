@@ -88,7 +88,7 @@ def client_hosts(
                 secret, at = new_key(), listener.getsockname()[:2]
                 for node, one, share, actor in zip(nodes, facts, shares, actors, strict=True):
                     numbers = range(len(expected), len(expected) + share)
-                    own = [replace(settings.of(number), run=Run(at, secret, number)) for number in numbers]
+                    own = [replace(settings.of(number, share), run=Run(at, secret, number)) for number in numbers]
                     ids = _asked(cluster, actor.start.remote(own), node)
                     host = Host(node.name, node.address, one["cores"], one["self_test"], ids)
                     expected |= dict.fromkeys(numbers, host)

@@ -38,6 +38,7 @@ class News(IntEnum):
     METRICS = 2  # number of an endpoint, its metrics
     BACK = 3  # number of an endpoint that answers again
     PONG = 4  # the time of a PING; its monotonic clock and its wall clock in ns
+    PRIORITY = 5  # what it runs at while requests have times at which they leave: a Priority
 
 
 class Task(NamedTuple):
@@ -121,11 +122,12 @@ class ClientSettings:
     timeout_seconds: float
     connect_seconds: float
     watch_metrics: bool
+    processes: int = 1  # client processes of that machine
     run: Run | None = field(default=None, repr=False)  # None: the process that started it
 
-    def of(self, number: int) -> ClientSettings:
-        """Those of the process with that number: only the first reads the servers' metrics."""
-        return replace(self, watch_metrics=self.watch_metrics and number == 0)
+    def of(self, number: int, processes: int) -> ClientSettings:
+        """Those of the process with that number, one of ``processes`` of its machine: the first reads the metrics."""
+        return replace(self, watch_metrics=self.watch_metrics and number == 0, processes=processes)
 
 
 def pack(kind: int, value: Any) -> bytes:

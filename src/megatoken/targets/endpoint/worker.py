@@ -26,11 +26,13 @@ from megatoken.targets.endpoint.answers import Flag
 from megatoken.targets.endpoint.bodies import PATHS
 from megatoken.targets.endpoint.connection import Connection, Exchange
 from megatoken.targets.endpoint.dialer import Dialer
+from megatoken.targets.endpoint.priority import OwnPriority
 from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, pack, unpack
 
 LOOK_SECONDS = 0.05
 LATE_SECONDS = 0.01  # after its time, a look at the clock counts as late, and so may the times of tokens be
 REPORT_SECONDS = 1.0
+IDLE_SECONDS = 5.0  # without a request that comes before its time, after which its priority is given back
 PROBE_SECONDS = 1.0  # between two questions to an endpoint that was lost
 AFTER_DONE_SECONDS = 1.0  # how long the end of a stream may take after [DONE]
 RETRY_SECONDS = 1.0  # where the server does not say when to try again
@@ -84,6 +86,9 @@ class Client:
         self._worst_lag = 0.0
         self._looks = self._late_looks = 0
         self._core_wait = CoreWait()
+        self._priority = OwnPriority(settings.processes)
+        self._on_time = False  # whether requests come before the time at which they leave
+        self._last_early = 0.0  # when one did
 
     async def run(self) -> None:
         """Works until the parent closes the socket."""
@@ -302,6 +307,11 @@ class Client:
                     self._start(exchange)
                 else:
                     heapq.heappush(self._later, (exchange.task.due_ns, exchange.task.ticket))
+            if self._later:
+                self._last_early = time.monotonic()
+                if not self._on_time:
+                    self._on_time = True
+                    self._hold_priority(0.0)
             if self._later and self._later[0][0] < self._alarm.due_ns:
                 self._send_due()
 
@@ -356,12 +366,20 @@ class Client:
                 busy = (used - cpu) / (now - reported)
                 load = (busy, self._worst_lag, self._looks, self._late_looks, self._core_wait.share())
                 self._tell(wire.News.LOAD, load)
+                self._on_time = self._on_time and now - self._last_early < IDLE_SECONDS
+                self._hold_priority(busy)
                 self._looks = self._late_looks = 0
                 for ticket, exchange in self._open.items():
                     if exchange.answer is not None and exchange.answer.frames:
                         held = len(exchange.connection.held) if exchange.connection is not None else 0
                         self._report((wire.PROGRESS, ticket, len(exchange.answer.times) + held))
                 self._worst_lag, reported, cpu = 0.0, now, used
+
+    def _hold_priority(self, busy_share: float) -> None:
+        if self._on_time:
+            self._tell(wire.News.PRIORITY, int(self._priority.hold(busy_share)))
+        else:
+            self._priority.give_back()
 
     def _end_late(self, now: float) -> None:
         """Requests that are out of time; the oldest come first, and all have the same time."""
