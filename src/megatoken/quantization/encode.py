@@ -95,34 +95,22 @@ def _encode(
 ) -> tuple[Tensor, Tensor]:
     """Packed codes and scales [N, G]. ``scales``: candidates for blocks of these largest magnitudes."""
     rows = max(1, _PART_ELEMENTS // weight_NK.shape[1])
-    parts = [_encode_rows(part, block, scales, factor, encode) for part in torch.split(weight_NK.float(), rows)]
-    codes, best = zip(*parts, strict=True)
-    return torch.cat(codes), torch.cat(best)
-
-
-def _encode_rows(
-    weight_NK: Tensor,
-    block: int,
-    scales: Callable[[Tensor], Sequence[Tensor]],
-    factor: Callable[[Tensor], Tensor],
-    encode: Callable[[Tensor], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    blocks = weight_NK.view(len(weight_NK), -1, block)
-    best_codes = best_scale = best_error = None
-    for scale_NG in scales(blocks.abs().amax(-1)):
-        factor_NG1 = factor(scale_NG).unsqueeze(-1)
-        codes, values = encode(blocks / factor_NG1)
-        error_NG = (values * factor_NG1 - blocks).square().sum(-1)
-        if best_codes is None or best_scale is None or best_error is None:
-            best_codes, best_scale, best_error = codes, scale_NG, error_NG
-            continue
-        better = error_NG < best_error
-        best_codes = torch.where(better.unsqueeze(-1), codes, best_codes)
-        bits = torch.where(better, _bits(scale_NG), _bits(best_scale))
-        best_scale, best_error = bits.view(scale_NG.dtype), torch.minimum(error_NG, best_error)
-    assert best_codes is not None
-    assert best_scale is not None
-    return pack(best_codes.flatten(1)), best_scale
+    parts = []
+    for part_NK in torch.split(weight_NK.float(), rows):
+        blocks = part_NK.view(len(part_NK), -1, block)
+        candidates = scales(blocks.abs().amax(-1))
+        codes, errors = [], []
+        for scale_NG in candidates:
+            factor_NG1 = factor(scale_NG).unsqueeze(-1)
+            coded, values = encode(blocks / factor_NG1)
+            codes.append(coded)
+            errors.append((values * factor_NG1 - blocks).square().sum(-1))
+        best_1NG = torch.stack(errors).argmin(0, keepdim=True)  # the first of those that are equally good
+        best_codes = torch.stack(codes).gather(0, best_1NG.unsqueeze(-1).expand(-1, -1, -1, block))
+        best_bits = torch.stack([_bits(one) for one in candidates]).gather(0, best_1NG)
+        parts.append((pack(best_codes[0].flatten(1)), best_bits[0].view(candidates[0].dtype)))
+    packed, scale = zip(*parts, strict=True)
+    return torch.cat(packed), torch.cat(scale)
 
 
 def _bits(scale: Tensor) -> Tensor:
