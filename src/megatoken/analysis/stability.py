@@ -98,7 +98,7 @@ def window_seconds(duration_seconds: float) -> float:
     return max(usual, SHORTEST_WINDOW_SECONDS, duration_seconds / MOST_WINDOWS)
 
 
-def theil_sen(x: Floats, y: Floats, confidence: float = CONFIDENCE) -> Trend:
+def theil_sen(x: Floats, y: Floats) -> Trend:
     """The median slope of all pairs of points ``y`` [N] at distinct ``x`` [N], N at least 3, and its interval.
 
     The ends of the interval, which the module's first lines describe, are infinite where N is too small for it.
@@ -110,7 +110,7 @@ def theil_sen(x: Floats, y: Floats, confidence: float = CONFIDENCE) -> Trend:
     autocorrelation = _autocorrelation(y - slope * x)
     inflation = _inflation(autocorrelation, count)
     score_variance = inflation * count * (count - 1) * (2 * count + 5) / 18
-    reach = statistics.NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(score_variance)
+    reach = statistics.NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * math.sqrt(score_variance)
     below, above = math.floor((len(slopes) - reach) / 2) - 1, math.ceil((len(slopes) + reach) / 2)
     low = float(slopes[below]) if below >= 0 else -math.inf
     high = float(slopes[above]) if above < len(slopes) else math.inf

@@ -241,13 +241,13 @@ def _level_shift(
     return next((shift for shift in shifts if abs(shift) > limits["level_shift"]), None)
 
 
-def _has_change_point(values: Floats, significance: float = 0.05) -> bool:
-    """Whether Pettitt's test finds a change of level among ``values`` [N]."""
+def _has_change_point(values: Floats) -> bool:
+    """Whether Pettitt's test finds a change of level among ``values`` [N], at a significance of 5%."""
     count = len(values)
     ranks = _mean_ranks(values)
     sums = 2 * np.cumsum(ranks)[:-1] - np.arange(1, count) * (count + 1)
     largest = float(np.abs(sums).max())
-    return 2 * math.exp(-6 * largest**2 / (count**3 + count**2)) < significance
+    return 2 * math.exp(-6 * largest**2 / (count**3 + count**2)) < 0.05
 
 
 def _mean_ranks(values: Floats) -> NDArray[np.float64]:

@@ -129,7 +129,7 @@ def plan_fleet(
     Raises:
         UsageError: a profile is missing, or the accelerators per node are unknown.
     """
-    levels, formula = _in_work(demand, profile, assumptions)
+    levels, formula = _in_work(demand, profile)
     work_unit = UNITS["output-tokens" if demand.unit == "output-tokens" else "interactions"]
     most = max(levels)
     priced_by = profile if demand.unit != "output-tokens" else None
@@ -218,7 +218,7 @@ def _curve_file(path: Path, shipped: dict[str, _CurveEntry]) -> tuple[tuple[floa
     return parse_curve([row for row in rows if row and not row[0].startswith("#")], str(path))
 
 
-def _in_work(demand: Curve, profile: Profile | None, assumptions: Assumptions) -> tuple[tuple[float, ...], str]:
+def _in_work(demand: Curve, profile: Profile | None) -> tuple[tuple[float, ...], str]:
     """Work per second at each level, and a note on how it follows from a demand in users."""
     if demand.unit == "output-tokens":
         return demand.levels, ""

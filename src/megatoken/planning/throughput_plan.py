@@ -98,12 +98,11 @@ def plan_throughput(
     seconds: float,
     software: str = "megatoken",
     lengths_source: str = "given",
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
     """The Offline rate of a rack for requests of ``lengths`` ``[N, 2]``: prompt and answer tokens.
 
-    ``seconds`` of virtual time start requests, in an order by ``seed``; every step takes the overhead of ``software``,
+    ``seconds`` of virtual time start requests, in a shuffled order; every step takes the overhead of ``software``,
     one of ``SOFTWARE``.
 
     Raises:
@@ -113,7 +112,7 @@ def plan_throughput(
     choose("--software", software, SOFTWARE)
     rack = rack.with_software(software)
     simulation = rack.simulation()
-    runs = simulate_rack(rack, lengths, seconds=seconds, seed=seed, progress=progress)
+    runs = simulate_rack(rack, lengths, seconds=seconds, progress=progress)
     parts = mean_cost([run.parts for run in runs])
     return Plan(
         kind="plan_throughput",

@@ -167,16 +167,16 @@ def profile_csv(profile: Profile, rows: int, seed: int) -> str:
     return "\n".join([f"{HEAD}{' '.join(comment.split())}", "input_tokens,output_tokens", *lines]) + "\n"
 
 
-def profile_conversations(profile: Profile, seed: int, count: int = CONVERSATIONS) -> Conversations:
+def profile_conversations(profile: Profile, seed: int) -> Conversations:
     """Conversations of a profile: turns of lengths drawn around its means, of random tokens."""
     random = np.random.Generator(np.random.Philox(seed))
     turns = iter(lambda: _turn(profile, random), None)
     talks = tuple(
         Conversation(tuple(Turn(*next(turns)) for _ in range(profile.turns)), carries=profile.carries_context)
-        for _ in range(count)
+        for _ in range(CONVERSATIONS)
     )
     source = f"{profile.name} ({profile.title}; {profile.state}: {profile.source})"
-    digest = hashlib.sha256(f"{profile.model_dump_json()} {seed} {count}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{profile.model_dump_json()} {seed} {CONVERSATIONS}".encode()).hexdigest()
     return Conversations(profile.name, source, digest, talks)
 
 

@@ -161,13 +161,13 @@ def _rounded(row: Document) -> dict[str, Any]:
     return {key: rounded(value) if isinstance(value, float) else value for key, value in row.values.items()}
 
 
-def facts_table(caption: str, values: Mapping[str, Any], note: str = "") -> Table:
+def facts_table(caption: str, values: Mapping[str, Any]) -> Table:
     """Two columns: a name, and its value with unit."""
     rows = []
     for key, value in values.items():
         name, unit, text = labelled(key, value)
         rows.append((name, f"{text} {unit}".rstrip() if text != ABSENT else ABSENT))
-    return Table(caption, (Column("Name"), Column("Value")), tuple(rows), narrow=True, note=note)
+    return Table(caption, (Column("Name"), Column("Value")), tuple(rows), narrow=True)
 
 
 def _inputs(document: Document) -> Iterator[Block]:
