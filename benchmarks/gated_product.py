@@ -2,7 +2,7 @@
 
 Each way runs back to back for some seconds, which reaches the power limit at many tokens; a fifth of that time
 before is not counted. Values are random over the whole range of e4m3, and weights differ from launch to launch.
-``--questions`` measures what else decides the joules of PyTorch's product: values, order of operands, exact sums.
+What decides the joules of the product alone is asked by ``product_algorithms.py --questions``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def scalar(value: float) -> Tensor:
     return torch.full((1,), value, device=DEVICE)
 
 
-def product(x: Tensor, weight: Tensor, scales: Scales, *, fast: bool = True) -> Tensor:
+def product(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
     """bf16 [T, N] through PyTorch."""
-    return torch._scaled_mm(x, weight.t(), *scales, out_dtype=BF16, use_fast_accum=fast)
+    return torch._scaled_mm(x, weight.t(), *scales, out_dtype=BF16, use_fast_accum=True)
 
 
 def ways(x: Tensor, scales: Scales, out_scale: Tensor) -> dict[str, Way]:
@@ -58,27 +58,6 @@ def ways(x: Tensor, scales: Scales, out_scale: Tensor) -> dict[str, Way]:
         "product alone": lambda weight: product(x, weight, scales),
         "product, then activation": lambda weight: fused.silu_mul(product(x, weight, scales), out_scale),
         **{f"one kernel, clusters of {cluster}": partial(in_one, cluster) for cluster in CLUSTERS},
-    }
-
-
-def questions(x: Tensor, scales: Scales) -> dict[str, Way]:
-    """Other ways to compute the product alone."""
-    return {
-        "exact accumulation": lambda weight: product(x, weight, scales, fast=False),
-        "weight as the left operand": lambda weight: product(weight, x, (scales[1], scales[0])),
-    }
-
-
-def other_values(like: Tensor) -> dict[str, Tensor]:
-    """Matrices of other values."""
-    bits = torch.randint(256, like.shape, dtype=torch.uint8, device=DEVICE)
-    bits[(bits & 0x7F) == 0x7F] = 0  # NaN
-    small = torch.randn(like.shape, dtype=BF16, device=DEVICE)
-    return {
-        "zeros": torch.zeros_like(like),
-        "ones": torch.ones(like.shape, device=DEVICE).to(E4M3),
-        "every bit pattern": bits.view(E4M3),
-        "deviation 1 instead of 90": small.to(E4M3),
     }
 
 
@@ -115,17 +94,11 @@ def of_tokens(tokens: int, weights: list[Tensor], options: argparse.Namespace, s
     scales = scalar(1 / E4M3_SPREAD), scalar(depth**-0.5 / E4M3_SPREAD)
     out_scale = scalar(OUT_SCALE)
     compared = ways(x, scales, out_scale)
-    if options.questions:
-        compared |= questions(x, scales)
     results: dict[str, Any] = {}
     for name, run in [*compared.items(), ("product alone, again", compared["product alone"])]:
         results[name] = measure(run, weights, options.seconds, sampler)
         in_graph = partial(launch_one, run, weights)
         results[name]["graph_microseconds"] = graph_microseconds(in_graph, len(weights), len(weights))
-    if options.questions:
-        for name, values in other_values(weights[0]).items():
-            other = values[:tokens]
-            results[name] = measure(partial(product, other, scales=scales), [values], options.seconds, sampler)
     error = largest_error(x, weights[0], scales, out_scale)
     print(f"{tokens} tokens, largest error {error:.4f} of e4m3's range")
     for name, one in results.items():
@@ -144,7 +117,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(SHAPES), default="llama2-70b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 128, 256, 512, 1024, 1536, 2048])
     parser.add_argument("--seconds", type=float, default=3.0, help="of each way (default: 3)")
-    parser.add_argument("--questions", action="store_true", help="also measure what else decides the joules")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     return parser.parse_args(arguments)
 

@@ -10,12 +10,13 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -24,16 +25,18 @@ from megatoken.engine import Engine, Request
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.runner import ModelRunner
 from megatoken.engine.schemes import find_scheme
-from megatoken.errors import CapacityError
+from megatoken.errors import CapacityError, how_to_install
 from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.power import Power, PowerSampler
 from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gaussian, gaussian_e4m3, repeat_for, timing_event
+from megatoken.hardware.telemetry import GpuTelemetry
 
 PRODUCT_SIDE = 8192
 COPY_BYTES = 2**32
 DISTINCT_WEIGHT_BYTES = 2 * 2**30
 LAUNCHES = 8
 """Of sustained load, between two events."""
+POLL_SECONDS = 0.001
 FACTS = (
     "name",
     "driver_version",
@@ -137,6 +140,57 @@ def back_to_back(launch: Callable[[], Any], seconds: float, sampler: PowerSample
     begin = time.monotonic()
     passes, elapsed = repeat_for(seconds, once)
     return passes * LAUNCHES, elapsed, sampler.between(begin, time.monotonic())
+
+
+class EnergyMeter:
+    """Follows the GPU's energy counter, which the driver renews every 20 to 100 ms, from renewal to renewal.
+
+    Means are taken between two renewals, so that 0.3 s are enough where ``PowerSampler`` needs seconds.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        """Raises CapacityError: NVML does not know the GPU named ``GPU-...``, or it counts no energy."""
+        telemetry = GpuTelemetry.open([uuid])
+        if telemetry is None or telemetry.joules() is None:
+            raise CapacityError(f"NVML counts no energy of {uuid}; {how_to_install('gpu')}")
+        self._telemetry = telemetry
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self.renewals: list[tuple[float, float]] = []
+        """``time.monotonic()`` and joules."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        last = self._telemetry.joules()
+        while not self._ended.wait(POLL_SECONDS):
+            joules, now = self._telemetry.joules(), time.monotonic()
+            if joules is not None and joules != last:
+                self.renewals.append((now, joules))
+                last = joules
+
+    def watts(self, begin_seconds: float, end_seconds: float) -> float:
+        """Mean between the first and the last renewal in this time, of ``time.monotonic()``.
+
+        Raises:
+            CapacityError: there are no two.
+        """
+        return watts_between(list(self.renewals), begin_seconds, end_seconds)
+
+
+def watts_between(renewals: Sequence[tuple[float, float]], begin_seconds: float, end_seconds: float) -> float:
+    """Of an energy counter. Raises CapacityError: it was not renewed twice."""
+    inside = [renewal for renewal in renewals if begin_seconds <= renewal[0] <= end_seconds]
+    if len(inside) < 2:
+        raise CapacityError(f"the energy counter was not renewed twice in {end_seconds - begin_seconds:.2f} s")
+    (begin, before), (end, after) = inside[0], inside[-1]
+    return (after - before) / (end - begin)
 
 
 # Ceilings ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_measuring import require_gpu
+from gpu_measuring import require_gpu, watts_between
 from megatoken.errors import CapacityError
 from megatoken.hardware.power import Reading, mean_power
 from megatoken.hardware.telemetry import Telemetry
@@ -45,3 +45,21 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(CapacityError, match="needs a GPU: no NVIDIA GPU"):
         require_gpu()
+
+
+@given(st.floats(50, 700), st.floats(0.02, 0.1), st.floats(0, 0.1), st.floats(0.3, 2))
+def test_watts_between_renewals_do_not_depend_on_where_a_window_begins(
+    watts: float, period: float, begin: float, seconds: float
+) -> None:
+    """Before and after, other power is drawn."""
+    joules, renewals = 0.0, []
+    for number in range(200):
+        at = number * period
+        joules += period * (watts if 1 < at < 4 else 10 * watts)
+        renewals.append((at, joules))
+    assert watts_between(renewals, 1.2 + begin, 1.2 + begin + seconds) == pytest.approx(watts)
+
+
+def test_an_energy_counter_that_stands_still_is_an_error() -> None:
+    with pytest.raises(CapacityError, match=r"not renewed twice in 0.30 s"):
+        watts_between([(0.9, 1.0), (1.1, 70.0), (1.4, 140.0)], 1.0, 1.3)

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatoken.engine.ops import nvrtc
+from megatoken.engine.ops import gated_product, nvrtc
 from megatoken.errors import CapacityError
 
 DEVICE = torch.device("cuda", 0)
@@ -101,6 +101,17 @@ def test_source_that_is_not_compiled_says_why_in_one_line(bindings: Callable[...
     with pytest.raises(CapacityError) as error:
         nvrtc.machine_code("source", "kernel.cu", "sm_90", {"ROWS": 4})
     assert str(error.value) == 'kernel.cu was not compiled: kernel.cu(3): error: identifier "x" is undefined'
+
+
+@pytest.mark.parametrize("columns", [176, 256])
+def test_products_of_a_tile_name_its_sums(columns: int) -> None:
+    source = nvrtc.hopper_source(gated_product.__file__, columns)
+    assert "@" not in source.replace("@!done", "")
+    assert f"m64n{columns}k32.f32.e4m3.e4m3 {{%0, " in source
+    last = columns // 2
+    assert f", %{last - 1}}}, %{last}, %{last + 1}, add" in source and f"setp.ne.b32 add, %{last + 2}, 0" in source
+    assert source.count('"+f"(sum[') == last + 1  # and those that `keep` names
+    assert source.index("copy_piece(const TensorMap") < source.index("activated(const float")
 
 
 def test_a_device_that_does_not_take_a_kernel_is_one_line(bindings: Callable[..., None]) -> None:

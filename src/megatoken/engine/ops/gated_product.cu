@@ -8,104 +8,8 @@
 // The rows of the weight are stored in the order in which a thread holds sums (`interleaved` in gated_product.py), so that a
 // thread has gate and up of 32 neighbouring outputs and stores them without an exchange.
 
-// ROWS, COLUMNS, DEPTH, THREADS, STAGES and CLUSTER are given by gated_product.py. A tile has COLUMNS gates and ups; DEPTH
-// bytes of a row are multiplied at a time, one swizzled row of shared memory.
+// A tile has COLUMNS gates and ups.
 #define WARPS (ROWS / 16)  // that multiply
-#define X_BYTES (ROWS * DEPTH)
-#define STAGE_BYTES (X_BYTES + COLUMNS * DEPTH)
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct __align__(64) TensorMap {
-  char opaque[128];
-};
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
-// Barriers in shared memory --------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// Without `.release.cluster`, which waits for all memory at every piece and costs a fifth of the kernel's speed: what is
-// handed back was read by wgmma, which has ended.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 program) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(barrier),
-      "r"(program)
-      : "memory");
-}
-
-__device__ __forceinline__ void meet_cluster() {
-#if CLUSTER > 1
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-
-// Copies and products --------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void copy_tile(const TensorMap* map, u32 target, u32 barrier, int byte, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          target),
-      "l"(map), "r"(barrier), "r"(byte), "r"(row)
-      : "memory");
-}
-
-__device__ __forceinline__ void copy_tile_to_all(const TensorMap* map, u32 target, u32 barrier, int byte, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(byte), "r"(row), "h"((unsigned short)((1 << CLUSTER) - 1))
-      : "memory");
-}
-
-// Descriptor of a matrix whose rows are swizzled lines of 128 bytes, eight to 1,024 bytes.
-__device__ __forceinline__ u64 matrix_at(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-
-__device__ __forceinline__ void multiply(float (&sum)[128], u64 x, u64 weight, int add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {@SUMS@}, %128, %129, add, 1, 1;\n"
-      "}"
-      : @OPERANDS@
-      : "l"(x), "l"(weight), "r"(add));
-}
-
-// The compiler must not move sums while products on their way still write them.
-__device__ __forceinline__ void keep(float (&sum)[128]) {
-#pragma unroll
-  for (int i = 0; i < 128; i++) asm volatile("" : "+f"(sum[i])::"memory");
-}
 
 // Activation -----------------------------------------------------------------------------------------------------------
 
@@ -176,15 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMENSIONS
         const int column = tile / row_tiles * COLUMNS;
         for (int piece = 0; piece < pieces; piece++) {
           wait_barrier(emptied + 8 * stage, parity ^ 1);
-          const u32 target = ring + stage * STAGE_BYTES, barrier = filled + 8 * stage;
-          expect_bytes(barrier, STAGE_BYTES);
-          copy_tile(&x, target, barrier, piece * DEPTH, row);
-#if CLUSTER > 1
-          const int part = COLUMNS / CLUSTER * rank;
-          copy_tile_to_all(&weight, target + X_BYTES + part * DEPTH, barrier, piece * DEPTH, column + part);
-#else
-          copy_tile(&weight, target + X_BYTES, barrier, piece * DEPTH, column);
-#endif
+          copy_piece(&x, &weight, ring + stage * STAGE_BYTES, filled + 8 * stage, piece * DEPTH, row, column, rank);
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
       }
@@ -194,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMENSIONS
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32 - 4, 0), lane = threadIdx.x % 32;
     const float scale = *x_scale * *weight_scale, out_factor = scale / *out_scale;
     for (int tile = first; tile < tiles; tile += stride) {
-      float sum[128];
+      float sum[SUMS];
       u32 before = 0;
       for (int piece = 0; piece < pieces; piece++) {
         wait_barrier(filled + 8 * stage, parity);

@@ -24,8 +24,6 @@ CLUSTERS = (1, 2)
 """Programs that share copies of weights. In pairs, an odd number of tiles of tokens wastes one."""
 _MOST_WASTED = 1 / 16
 THREADS = 384
-SUMS = 128
-"""Of a thread."""
 ORDER = (4, 32)
 """Lanes that share a tile's features, and the features of each: see ``interleaved``."""
 FEWEST_TOKENS = 512
@@ -83,9 +81,6 @@ class Kernel:
     """The compiled kernel on one device."""
 
     def __init__(self, device: int, cluster: int) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
         self._cluster = cluster
         self._shared_bytes = STAGES * (ROWS + COLUMNS) * DEPTH + 1024
         self._function = nvrtc.load(_machine_code(cluster), "gated_product", device, self._shared_bytes)
@@ -94,23 +89,7 @@ class Kernel:
         self._described: Callable[..., Any] = lru_cache(_MOST_DESCRIBED)(self._describe)
 
     def _describe(self, address: int, rows: int, depth: int, tile_rows: int) -> Any:
-        driver = self._driver
-        size, count = driver.cuuint64_t, driver.cuuint32_t
-        return nvrtc.checked(
-            driver.cuTensorMapEncodeTiled(
-                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-                2,
-                address,
-                [size(depth), size(rows)],
-                [size(depth)],
-                [count(DEPTH), count(tile_rows)],
-                [count(1), count(1)],
-                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            )
-        )
+        return nvrtc.tensor_map("UINT8", address, (depth, rows), depth, (DEPTH, tile_rows))
 
     def __call__(self, x_TD: Tensor, gate_up_ND: Tensor, scales_and_out: tuple[Tensor, ...]) -> None:
         """Launch on the current stream."""
@@ -131,9 +110,6 @@ def compiled(device: int, cluster: int) -> Kernel:
 
 @lru_cache
 def _machine_code(cluster: int) -> bytes:
-    source = nvrtc.source_of(__file__)
-    source = source.replace("@SUMS@", ", ".join(f"%{number}" for number in range(SUMS)))
-    source = source.replace("@OPERANDS@", ", ".join(f'"+f"(sum[{number}])' for number in range(SUMS)))
     dimensions = f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else ""
     constants: dict[str, object] = {
         "ROWS": ROWS,
@@ -143,4 +119,4 @@ def _machine_code(cluster: int) -> bytes:
         "STAGES": STAGES,
     }
     constants |= {"CLUSTER": cluster, "CLUSTER_DIMENSIONS": dimensions}
-    return nvrtc.machine_code(source, "gated_product.cu", "sm_90a", constants)
+    return nvrtc.machine_code(nvrtc.hopper_source(__file__, COLUMNS), "gated_product.cu", "sm_90a", constants)

@@ -132,3 +132,48 @@ def checked(results: tuple[Any, ...]) -> Any:
 def source_of(module_file: str) -> str:
     """The CUDA C++ next to a Python module of the same name."""
     return Path(module_file).with_suffix(".cu").read_text()
+
+
+def hopper_source(module_file: str, columns: int) -> str:
+    """The same after ``hopper.cuh``, whose products then have so many columns."""
+    sums = columns // 2
+    names = {
+        "SUMS": ", ".join(f"%{number}" for number in range(sums)),
+        "OPERANDS": ", ".join(f'"+f"(sum[{number}])' for number in range(sums)),
+        "COLUMNS": columns,
+        **{name: f"%{sums + place}" for place, name in enumerate(("X", "WEIGHT", "ADD"))},
+    }
+    source = Path(__file__).with_name("hopper.cuh").read_text() + source_of(module_file)
+    for name, value in names.items():
+        source = source.replace(f"@{name}@", str(value))
+    return source
+
+
+def tensor_map(kind: str, address: int, sides: tuple[int, int], row_bytes: int, box: tuple[int, int]) -> Any:
+    """Describes a matrix to the bulk copy engine, which swizzles rows of 128 bytes in shared memory.
+
+    Args:
+        kind: of its elements, such as UINT8.
+        address: of its first element.
+        sides: elements of a row, rows.
+        row_bytes: from a row to the next.
+        box: of a copy, as ``sides``; at most 128 bytes of a row.
+    """
+    from cuda.bindings import driver
+
+    size, count = driver.cuuint64_t, driver.cuuint32_t
+    return checked(
+        driver.cuTensorMapEncodeTiled(
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+            2,
+            address,
+            [size(side) for side in sides],
+            [size(row_bytes)],
+            [count(side) for side in box],
+            [count(1), count(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
