@@ -321,6 +321,28 @@ def test_what_cannot_be_asked_for_is_refused(server: Server, tmp_path: Path) -> 
         EndpointBackend(config, Progress(quiet=True)).served()
 
 
+def test_what_a_server_has_chosen_itself_is_refused_in_one_line(server: Server, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "quick", "max_tokens": 8}\n')
+    for flags, said in (
+        (("--prompts", prompts, "--precision", "bf16"), "--precision bf16: the server at --endpoint has its own"),
+        (("--api", "chat", "--samples", 1), "--api chat: that route takes messages, so it needs prompts"),
+    ):
+        code, _, err = call_here("run", "--endpoint", server.url, *flags, "--out", tmp_path / "runs")
+        assert code == 2 and said in err and len(err.strip().splitlines()) == 1, err
+
+
+def test_peak_memory_is_named_as_the_clients(server: Server, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "quick", "max_tokens": 8}\n')
+    flags = ("--prompts", prompts, "--samples", 1, "--scenario", "offline", "--warm-up", 0.1)
+    code, out, err = call_here("run", "--endpoint", server.url, *flags, "--out", tmp_path / "runs")
+    assert code == 0, err
+    assert "Peak memory of the client" in out
+    [run] = (tmp_path / "runs").iterdir()
+    assert "Peak memory of the client" in (run / "report.html").read_text()
+
+
 def certificate(folder: Path, host: str = "IP:127.0.0.1") -> tuple[Path, ssl.SSLContext]:
     """A certificate that its own key signed, and a server's context with it."""
     folder.mkdir()

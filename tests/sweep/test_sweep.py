@@ -175,6 +175,15 @@ def test_the_terminal_shows_the_points(swept: Path, capsys: pytest.CaptureFixtur
     assert "requests at once" in shown
 
 
+def test_a_load_that_was_interrupted_is_not_called_steady(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((swept / "sweep.json").read_text())
+    for point in document["points"]:
+        point |= {"verdict": "INTERRUPTED", "steady": True, "overloaded": False}
+    show(checked(document))
+    out = capsys.readouterr().out
+    assert "interrupted" in out and "steady" not in out.replace("steady state", "")
+
+
 def test_two_sweeps_are_compared_load_by_load(swept: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(swept, other)

@@ -201,7 +201,10 @@ def prepare(config: RunConfig, backend: Backend, *, brings_requests: bool = Fals
 
 
 def _check_backend(config: RunConfig, model: ServedModel, *, needs_prompts: bool) -> None:
-    """Refuses what needs token ids on a backend that has text alone. Raises UsageError."""
+    """Refuses what a backend cannot give: token ids from text alone, another precision. Raises UsageError."""
+    if config.precision is not None and config.endpoint.urls is not None:
+        where = "the command of --start-server" if config.endpoint.start_server else "the server's own command"
+        raise UsageError(f"--precision {config.precision}: the server at --endpoint has its own; choose it in {where}")
     for key, wanted in (
         ("mode", config.mode == "accuracy"),
         ("compliance", config.compliance is not None),
@@ -210,6 +213,8 @@ def _check_backend(config: RunConfig, model: ServedModel, *, needs_prompts: bool
         if wanted and (model.answers or model.prompts) == "text":
             raise UsageError(f"{key}: needs token ids, and {model.name} is served as text; leave it out")
     if needs_prompts and config.prompts is None and model.prompts == "text":
+        if config.endpoint.api == "chat":
+            raise UsageError("--api chat: that route takes messages, so it needs prompts; give a file with --prompts")
         raise UsageError(f"{model.name} is served as text, so it needs prompts; give a file with --prompts")
 
 

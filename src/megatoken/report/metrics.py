@@ -46,6 +46,7 @@ SHORTFALLS = {
 
 
 ISSUED_LATE, WRITTEN_LATE = "Issued late by", "First byte sent late by"
+CLIENT_MEMORY = "Peak memory of the client"  # a server's own is not known
 LATE_NOTES = {
     ISSUED_LATE: f"{ISSUED_LATE}: from a sample's scheduled time until the load generator issued it.",
     WRITTEN_LATE: f"{WRITTEN_LATE}: from the scheduled time until the client sent the request's first byte, which "
@@ -142,6 +143,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
     offline = result.get("scenario") == "offline"
     arrives, soak = result.get("scenario") in ARRIVING, result.get("scenario") == SOAK
     leading = leading_rates(result)
+    of_server = (result.get("target") or {}).get("kind") == "endpoint"
     rates = [
         _single(result, "Output rate under load" if soak else "Output rate", "tokens/s", "output_tokens_per_second"),
         _single(result, "Output rate with drain", "tokens/s", "whole_run_output_tokens_per_second"),
@@ -169,7 +171,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _single(result, "Input tokens", "tokens", "input_tokens"),
         _single(result, "Output tokens", "tokens", "output_tokens"),
         _single(result, "Preemptions", "times", "preemptions"),
-        _single(result, "Peak memory", "MiB", "peak_memory_bytes", 2**-20),
+        _single(result, CLIENT_MEMORY if of_server else "Peak memory", "MiB", "peak_memory_bytes", 2**-20),
         _single(result.get("prediction") or {}, "Predicted by qualify", "tokens/s", "output_tokens_per_second"),
         _single(result, "MFU, model operations", "%", "mfu_share", 100),
         _single(result, "MBU, memory bandwidth", "%", "mbu_share", 100),
@@ -187,6 +189,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
         "Samples cancelled",
         "Preemptions",
         "Peak memory",
+        CLIENT_MEMORY,
         "Energy, GPU only",
         "Energy, whole system",
         "Offered",

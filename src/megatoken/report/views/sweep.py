@@ -268,6 +268,8 @@ def _latency(title: str, key: str, of: str, scale: float = 1000, unit: str = "ms
 def _state(point: Document) -> Cell:
     if point.text("verdict") == "INVALID":
         return Badge("INVALID", "bad")
+    if point.text("verdict") == "INTERRUPTED":
+        return Badge("interrupted", "warn")
     if point.flag("overloaded") or "ended_by" in point:
         return Badge("overloaded", "bad")
     return Badge("steady", "good") if point.flag("steady") else Badge("not steady", "warn")
