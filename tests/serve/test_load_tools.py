@@ -125,6 +125,6 @@ def test_aiperf(tool: Run, server: Served, tmp_path: Path) -> None:
 @needs("locust==2.47.0")
 def test_locust(tool: Run, server: Served, tmp_path: Path) -> None:
     (tmp_path / "locustfile.py").write_text(LOCUSTFILE)
-    tool("locust", "--headless", "--users", "2", "--run-time", "10s", "--host", server.url, "--csv", "out")
+    tool("locust", "--headless", "--users", "2", "--run-time", "4s", "--host", server.url, "--csv", "out")
     [*_, total] = csv.DictReader((tmp_path / "out_stats.csv").read_text().splitlines())
     assert total["Name"] == "Aggregated" and int(total["Request Count"]) > 0 and total["Failure Count"] == "0"
