@@ -412,3 +412,8 @@ def test_the_example_of_the_docs_is_answered_as_it_says() -> None:
     assert out == (0, f"{example['reference']}\n", "")
     as_chat = call_here("generate", "--chat", "--prompt", example["prompt"], "--max-tokens", example["max_tokens"])
     assert as_chat == (0, f"{example['reference']}\n", "")
+
+
+def test_a_chat_with_a_model_that_does_not_exist_says_so() -> None:
+    code, _, err = call_here("generate", "--chat", "--prompt", "hi", "--model", "nope")
+    assert code == 2 and "nope: no such directory, and not one of the shapes" in err

@@ -176,6 +176,12 @@ def test_changed_rows(run_folder):
     assert "requests.parquet is damaged" in grave(run_folder)["run_folder.whole"]
 
 
+def test_a_cut_off_table_is_where_the_audit_points_to(run_folder):
+    (run_folder / "series.parquet").write_bytes((run_folder / "series.parquet").read_bytes()[:900])
+    (finding,) = [one for one in audit(run_folder).findings if one.id == "run_folder.whole"]
+    assert [one.file for one in finding.where] == ["series.parquet"] and finding.severity is Severity.FAIL
+
+
 def test_several_run_folders_are_several_runs(finished, tmp_path):
     for name in ("one", "two"):
         shutil.copytree(finished, tmp_path / name)

@@ -69,6 +69,14 @@ def test_the_published_record_and_a_run_by_my_limits(audit: Path, tmp_path: Path
     assert all(re.fullmatch("[0-9a-f]{64}", one["sha256"]) for one in document["inputs"])
 
 
+def test_a_run_and_an_audit_that_are_given_twice_count_once(audit: Path, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "runs", "mine", "host", "2026-01-01T00:00:00Z").path
+    once = make("--audit", audit, "--run", run)
+    twice = make("--audit", audit, "--audit", audit / "audit.json", "--run", run, "--run", tmp_path / "runs")
+    assert len(twice["measured"]) == len(once["measured"]) == 2
+    assert len(twice["inputs"]) == len(once["inputs"])
+
+
 def test_the_first_table_of_page_and_terminal_answers_the_five_questions(audit: Path, tmp_path: Path) -> None:
     code, out, _ = call_here("dossier", "--audit", audit, "--out", tmp_path)
     assert code == 0

@@ -57,3 +57,9 @@ def test_files_that_are_there_stay_and_missing_ones_come_back(tmp_path: Path) ->
     assert (tmp_path / "limits.yaml").read_text() == "samples_per_second: 3\n"
     code, _, err = call_here("init", tmp_path / "run.yaml")
     assert (code, err.count("\n")) == (2, 1)
+
+
+def test_an_empty_name_is_not_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call_here("init", "")
+    assert code == 2 and "the name of the folder is empty" in err and not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from cli_support import call_here, make_checkpoint
 from megatoken.config import RunConfig
 from megatoken.harness.recording import record
+from megatoken.harness.rerun import _rates
 from megatoken.runs.plan_hash import changed_parts, plan_differences, plan_hash, plan_of_run
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
@@ -49,8 +51,44 @@ def test_a_run_that_is_too_short_for_an_interval_says_so(original: Path, tmp_pat
     assert call_here("run", original.parent.parent / "short.yaml", "--out", short)[0] == 0
     _, out, _ = call_here("rerun", next(short.iterdir()), "--out", tmp_path / "again")
     assert "rates not judged" in out
-    assert "too short: an interval needs 10 rows of one second in its series.parquet, and it has" in out
+    assert "too short: an interval needs 10 s, each with a row in its series.parquet, and its rate is over" in out
     assert "make the first run again with --min-duration 30" in out
+
+
+def test_a_run_without_a_rate_is_not_called_too_short(original: Path) -> None:
+    run = read_run(original)
+    without = replace(run, result={**run.result, "rated_seconds": None})
+    assert "too short" not in _rates(without, run)["why_no_interval"]
+    silent = replace(run, result={**run.result, "rated_seconds": 1000.0})  # rows of its first seconds alone
+    assert "in fewer than 2 of 10 equal spans" in _rates(silent, run)["why_no_interval"]
+
+
+def test_prompts_by_a_relative_path_are_not_looked_for_elsewhere_in_silence(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(original, tmp_path / "copy")
+    prompts = str(read_run(original).config["prompts"])
+    (copy / "config.yaml").write_text((copy / "config.yaml").read_text().replace(prompts, "prompts.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call_here("rerun", copy, "--check")
+    said = (
+        "there is no prompts.jsonl here, its prompts: the path is relative to where the run was started; re-run there"
+    )
+    assert code == 2 and err.endswith(f"{said}\n")
+
+
+def test_hashes_of_another_version_accuse_no_run(original: Path) -> None:
+    run = read_run(original)
+    stored = run.result["plan_sha256"]
+    assert stored["version"] == "1"
+
+    def changed(**hashes: str) -> list:
+        return [one["key"] for one in changed_parts(replace(run, result={**run.result, "plan_sha256": hashes}))]
+
+    first = {key: value for key, value in stored.items() if key != "version"}
+    assert changed(**first) == []  # the first hashes stated no version
+    assert changed(**{**first, "config": "0"}) == ["config"]
+    assert changed(**{**stored, "version": "2", "config": "0"}) == []
 
 
 def test_another_package_seed_and_machine_are_named(original: Path, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def _some_folders(path: Path) -> list[Path]:
     folders = run_folders(path)
     if not folders:
         what = "no run folder and none below it" if path.is_dir() else "no such folder"
+        what = "a file, not a run folder" if path.is_file() else what
         raise UsageError(f"{path}: {what}; give a run folder, such as runs/20261120T091233Z-offline-tiny, or runs/")
     return folders
 

@@ -10,7 +10,7 @@ import typer
 from megatoken.cli.flags import FLAGS, Slo, flag, place
 from megatoken.cli.output import Json, Out, deliver
 from megatoken.cli.streams import complain, standard_output
-from megatoken.errors import ExitCode
+from megatoken.errors import ExitCode, UsageError
 from megatoken.text import count_of
 
 
@@ -39,9 +39,10 @@ def dossier(
     from megatoken.report.pdf import print_page
 
     asked = load_limits(slo, ctx.meta[FLAGS])
-    documents = [read_audit(path) for path in audits or ()]
-    found = [run for path in runs or () for run in read_runs(path)]
-    inputs = [*map(audit_file, audits or ()), *(run.path for run in found), *filter(None, (slo, form))]
+    saved = list({audit_file(path).resolve(): path for path in audits or ()}.values())
+    documents = [read_audit(path) for path in saved]
+    found = list({run.path.resolve(): run for path in runs or () for run in read_runs(path)}.values())
+    inputs = [*map(audit_file, saved), *(run.path for run in found), *filter(None, (slo, form))]
     document = made(documents, found, asked, read_form(form, out), inputs)
     deliver(document, json_only=json_only, out=out, full=full)
     if out is not None:
@@ -69,10 +70,13 @@ def seal(
     return ExitCode.OK
 
 
-def init(folder: Annotated[Path, place("DIR", "Folder to make; files that are there stay unchanged.")]) -> int:
+def init(name: Annotated[str, place("DIR", "Folder to make; files that are there stay unchanged.")]) -> int:
     """Make a workspace: configuration, prompts, limits and claims. Files have comments; an evidence form is added."""
     from megatoken.dossier import workspace
 
+    if not name.strip():
+        raise UsageError("init: the name of the folder is empty; give one, or . for the working directory")
+    folder = Path(name)
     made = workspace.make_workspace(folder)
     with standard_output(f"the workspace is {folder}"):
         for path, new in made:

@@ -53,6 +53,7 @@ def generate(
     answers = load_flags(AnswerConfig, {name: text for name, text in flags.items() if name in _ANSWER_KEYS})
     config = load_run_config(None, {name: text for name, text in flags.items() if name not in _ANSWER_KEYS})
 
+    from megatoken.engine.checkpoint import open_model
     from megatoken.harness.generate import generate_file, stream_prompt
     from megatoken.harness.progress import Progress
     from megatoken.serve.python_chat import ChatTemplate
@@ -62,6 +63,7 @@ def generate(
     elif prompt is not None:
         template = ChatTemplate(config.model)
         if chat and not template.known:
+            open_model(config.model)  # refuses a name that is no model
             raise UsageError(f"--chat: {config.model} has no chat template; leave --chat out")
         settled = chat or config.model == REFERENCE  # whose tasks are prompts without a template
         note = NOT_A_CHAT if template.known and not settled else None

@@ -13,6 +13,7 @@ from megatoken.analysis.comparison import ratio_interval
 from megatoken.analysis.series import tokens_per_second_within
 from megatoken.analysis.statistics import leading_rates
 from megatoken.config import KEYS, RunConfig, load_run_config
+from megatoken.engine.config import REFERENCE, SHAPES
 from megatoken.errors import UsageError
 from megatoken.files import new_document, plain
 from megatoken.hardware.inventory import take_inventory
@@ -63,7 +64,13 @@ def _read(path: Path) -> tuple[Run, RunConfig]:
     run = read_run(path)
     if run.result.get("scenario") not in SCENARIOS or run.config.get("find_rate") or run.config.get("repeat", 1) != 1:
         raise UsageError(f"{path}: not one test of megatoken run; give one of its run folders, or repeat the command")
-    return run, load_run_config(path / CONFIG, {})
+    config = load_run_config(path / CONFIG, {})
+    for name, file in {"prompts": config.prompts, "lengths": config.lengths, "model": Path(config.model)}.items():
+        shipped = name == "model" and config.model in (REFERENCE, *SHAPES)
+        if file is not None and not shipped and not file.is_absolute() and not file.exists():
+            where = "the path is relative to where the run was started; re-run there"
+            raise UsageError(f"{path}: there is no {file} here, its {name}: {where}")
+    return run, config
 
 
 def _plan_now(prepared: Prepared) -> dict[str, str]:
@@ -122,17 +129,22 @@ def _rates(run: Run, again: Run) -> dict[str, Any]:
     }
 
 
-def _why_no_interval(short: Run) -> str:
+def _why_no_interval(run: Run) -> str:
+    seconds = leading_rates(run.result)["rated_seconds"]
+    if not seconds:
+        return f"{run.path.name} has no time that its rate is over (rated_seconds of its result.json)"
+    if seconds >= SPANS:
+        return f"{run.path.name} has output tokens in fewer than 2 of {SPANS} equal spans of its series.parquet"
     return (
-        f"{short.path.name} is too short: an interval needs {SPANS} rows of one second in its series.parquet, and"
-        f" it has {len(short.series)}; make the first run again with --min-duration {LONG_ENOUGH_SECONDS}, then re-run"
+        f"{run.path.name} is too short: an interval needs {SPANS} s, each with a row in its series.parquet, and its rate"
+        f" is over {seconds:.1f} s; make the first run again with --min-duration {LONG_ENOUGH_SECONDS}, then re-run"
         " that one"
     )
 
 
 def _span_rates(run: Run) -> Sequence[float]:
-    seconds = run.result.get("rated_seconds")
-    if not seconds or len(run.series) < SPANS:
+    seconds = leading_rates(run.result)["rated_seconds"]
+    if not seconds or seconds < SPANS:
         return []
     edges = np.linspace(0.0, float(seconds), SPANS + 1)
     rates = [tokens_per_second_within(run.series, float(start), float(end)) for start, end in pairwise(edges)]

@@ -12,6 +12,7 @@ from megatoken.runs.run import Run
 NOT_DECIDING = ("out", "limits", "dollars_per_hour")  # keys of a configuration
 IDENTITY = ("weights_sha256", "tokenizer_sha256", "chat_template_sha256", "rows_sha256")
 FACTS = ("model", "weights", "precision", "data_set_sha256", "data_set_rows")
+PARTS_VERSION = "1"  # of ``part_hashes``: another one where a part has other keys
 BYTES_PER_GIB = 2**30
 
 
@@ -50,20 +51,25 @@ def plan_hash(plan: Mapping[str, str]) -> str:
 
 
 def part_hashes(plan: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 over each part of a plan, which a run keeps so that a later change of its files is noticed."""
+    """SHA-256 over each part of a plan, which a run keeps so that a later change of its files is noticed.
+
+    ``version`` says which keys the parts have.
+    """
     parts: dict[str, dict[str, str]] = {}
     for key, value in plan.items():
         parts.setdefault(key.partition(".")[0], {})[key] = value
-    return {part: plan_hash(values) for part, values in sorted(parts.items())}
+    return {"version": PARTS_VERSION, **{part: plan_hash(values) for part, values in sorted(parts.items())}}
 
 
 def changed_parts(run: Run) -> list[dict[str, str | None]]:
     """The parts of a run folder's plan that were changed after the run began, as ``plan_differences``.
 
-    None of a folder without hashes, which older versions wrote.
+    None of a folder without hashes, which older versions wrote, or with hashes of another version.
     """
-    stored = run.result.get("plan_sha256")
-    return plan_differences(stored, part_hashes(plan_of_run(run))) if stored else []
+    stored = {"version": "1", **(run.result.get("plan_sha256") or {})}  # the first hashes had no version
+    if len(stored) == 1 or stored["version"] != PARTS_VERSION:
+        return []
+    return plan_differences(stored, part_hashes(plan_of_run(run)))
 
 
 def plan_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[dict[str, str | None]]:

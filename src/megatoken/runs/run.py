@@ -72,14 +72,24 @@ class Run:
     series: pa.Table
 
 
+class DamagedRunError(UsageError):
+    """``files`` of a run folder are missing or damaged."""
+
+    def __init__(self, message: str, files: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.files = files
+
+
 def read_run(path: Path) -> Run:
     """Read a run folder, finished or not.
 
     Raises:
-        UsageError: the folder or some of its files are missing or damaged; one line names them all.
+        UsageError: there is no such folder.
+        DamagedRunError: some of its files are missing or damaged; one line names them all.
     """
     if not path.is_dir():
-        raise UsageError(f"{path}: no such folder; give a run folder, such as runs/20261120T091233Z-offline-tiny")
+        what = "a file, not a run folder" if path.is_file() else "no such folder"
+        raise UsageError(f"{path}: {what}; give a run folder, such as runs/20261120T091233Z-offline-tiny")
     readers: dict[str, Callable[[Path], Any]] = {
         RESULT: lambda file: _checked_result(json.loads(file.read_bytes())),
         CONFIG: lambda file: upgrade_config(_mapping(_load_yaml(file.read_bytes()))),
@@ -87,19 +97,21 @@ def read_run(path: Path) -> Run:
         REQUESTS: lambda file: read_parquet(file, SampleRow),
         SERIES: lambda file: read_parquet(file, SeriesRow),
     }
-    contents, problems = {}, []
+    contents, problems = {}, {}
     for name, read in readers.items():
         if (path / name).exists() and not (path / name).is_file():
-            problems.append(f"{name} is not a file")  # reading a pipe could wait forever
+            problems[name] = f"{name} is not a file"  # reading a pipe could wait forever
             continue
         try:
             contents[name] = read(path / name)
         except FileNotFoundError:
-            problems.append(f"{name} is missing")
+            problems[name] = f"{name} is missing"
         except (OSError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError, yaml.YAMLError) as error:
-            problems.append(f"{name} is damaged ({_one_line(error)[:120]})")
+            problems[name] = f"{name} is damaged ({_one_line(error)[:120]})"
     if problems:
-        raise UsageError(f"{path} is not a complete run folder: {'; '.join(problems)}; copy it again or repeat the run")
+        what = "; ".join(problems.values())
+        message = f"{path} is not a complete run folder: {what}; copy it again or repeat the run"
+        raise DamagedRunError(message, tuple(problems))
     result = contents[RESULT]
     return Run(
         path=path,

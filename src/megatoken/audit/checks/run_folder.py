@@ -87,7 +87,8 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
     try:
         run = read_run(tree.path(path))
     except MegatokenError as error:
-        yield from whole.observations(outcome(False, "a whole run folder", shown(str(error)), result))
+        damaged = places(*(below(path, name) for name in getattr(error, "files", (RESULT,))))
+        yield from whole.observations(outcome(False, "a whole run folder", shown(str(error)), damaged))
         return
     logged = next((run for run in runs if run.path == display(below(path, MLPERF))), None)
     part = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
