@@ -136,9 +136,9 @@ def _why_no_interval(run: Run) -> str:
     if seconds >= SPANS:
         return f"{run.path.name} has output tokens in fewer than 2 of {SPANS} equal spans of its series.parquet"
     return (
-        f"{run.path.name} is too short: an interval needs {SPANS} s, each with a row in its series.parquet, and its rate"
-        f" is over {seconds:.1f} s; make the first run again with --min-duration {LONG_ENOUGH_SECONDS}, then re-run"
-        " that one"
+        f"{run.path.name} is too short: an interval needs {SPANS} s, each with a row in its series.parquet, and its"
+        f" rate is over {seconds:.1f} s; make the first run again with --min-duration {LONG_ENOUGH_SECONDS}, then"
+        " re-run that one"
     )
 
 
