@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,12 @@ from scripted_server import Server, scripted_server
 from cli_support import call_here, write_lines
 from megatoken.config import RunConfig
 from megatoken.datasets.prompts import load_texts
+from megatoken.errors import MegatokenError
 from megatoken.harness.progress import Progress
 from megatoken.harness.sizing import OwnLoad, estimate_latency, estimate_rate
+from megatoken.targets.endpoint import clients
 from megatoken.targets.endpoint.backend import EndpointBackend
+from megatoken.targets.endpoint.self_test import SETTINGS
 from megatoken.targets.endpoint.target import EndpointTarget
 
 SECONDS = 0.5
@@ -60,6 +64,30 @@ def test_a_run_of_few_samples_needs_few(server: Server, target: EndpointTarget, 
     assert rate > 4 / 20
     estimate_latency(target, rows(tmp_path, "quick"), 30.0, OwnLoad(samples=3))
     assert len(server.bodies) == 7
+
+
+def test_without_a_warm_up_the_rate_is_that_of_one_answer(
+    server: Server, target: EndpointTarget, tmp_path: Path
+) -> None:
+    assert 0.5 < estimate_rate(target, rows(tmp_path, "quick"), 0.0, 30.0, OwnLoad()) < 500
+    assert len(server.bodies) == 1
+
+
+def test_a_run_of_one_sample_is_preceded_by_one(server: Server, target: EndpointTarget, tmp_path: Path) -> None:
+    assert 0.001 < estimate_latency(target, rows(tmp_path, "quick"), 30.0, OwnLoad(samples=1)) < 5
+    assert len(server.bodies) == 1
+
+
+def test_a_client_process_that_hangs_at_its_start_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "START_SECONDS", 0.5)
+    process = clients.LocalProcess(SETTINGS)
+    process.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(MegatokenError, match=r"did not start within 0\.5 s"):
+            process.wait_until_ready()
+    finally:
+        process.process.kill()
+        process.close()
 
 
 @pytest.mark.parametrize(

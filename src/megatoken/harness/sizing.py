@@ -65,9 +65,11 @@ def estimate_rate(
 
 def estimate_latency(target: Target, data_set: Dataset, seconds: float, own_load: OwnLoad = UNLIMITED) -> float:
     """Runs samples one after the other for about ``seconds``, at least one; returns the mean seconds of one."""
-    warm_up = _WarmUp(target, data_set)
+    warm_up, began = _WarmUp(target, data_set), time.monotonic()
     warm_up.one()  # not counted: it includes one-time work, such as compiling
     most = own_load.samples - 1 if isinstance(target, RemoteTarget) else math.inf
+    if most < 1:
+        return time.monotonic() - began
     samples, began = 0, time.monotonic()
     while not samples or (samples < most and time.monotonic() - began < seconds):
         warm_up.one()
@@ -172,9 +174,12 @@ class _WarmUp:
 
         A target is full at ``own_load``. Samples still running count by the share of their limit that has been
         answered, so the rate is too low, if anything. It goes on until one sample has ended, for at most
-        ``learning_seconds`` more.
+        ``learning_seconds`` more. Without any ``seconds`` it is that of one sample alone.
         """
         began = time.monotonic()
+        if not seconds:
+            self.one()
+            return 1.0 / (time.monotonic() - began)
         while (passed := time.monotonic() - began) < seconds + learning_seconds:
             due = min(own_load.samples, 1 + own_load.rate * passed)
             if passed < seconds:

@@ -26,6 +26,7 @@ from megatoken.targets.endpoint.priority import Priority
 from megatoken.targets.endpoint.wire import Asked, ClientSettings, News
 
 MOST_PROCESSES = 4  # of one machine, unless the user wants more
+START_SECONDS = 60.0
 END_SECONDS = 2.0
 PING_SECONDS = 1.0
 SILENT_SECONDS = 8.0  # after which a client process of another host counts as lost; each says something every second
@@ -129,9 +130,11 @@ class LocalProcess(ClientProcess):
     def wait_until_ready(self) -> None:
         """Waits until the process works; requests given before that would all leave at once. Raises MegatokenError."""
         self.ping()
+        deadline = time.monotonic() + START_SECONDS
         try:
             while not any(kind == News.PONG for kind, _ in self.receive()):
-                select.select([self.channel.socket], [], [])
+                if not select.select([self.channel.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    raise MegatokenError(f"a client process did not start within {START_SECONDS:g} s")
         except WireError:
             raise self.ended() from None
 
