@@ -32,7 +32,7 @@ SETTING["cluster"] = 8
 WORKSPACE_BYTES = 64 * 2**20
 MOST_HEURISTIC = 64
 CLUSTERS = range(2, 52)
-SEARCH_SECONDS = 5.0
+SEARCH_SECONDS = 3.0
 
 
 class Algorithm(ctypes.Structure):
