@@ -77,6 +77,21 @@ def test_a_run_and_an_audit_that_are_given_twice_count_once(audit: Path, tmp_pat
     assert len(twice["inputs"]) == len(once["inputs"])
 
 
+def test_an_audit_that_was_edited_is_not_believed(audit: Path, tmp_path: Path) -> None:
+    saved = json.loads((audit / "audit.json").read_text())
+    assert "cannot be noticed" not in " ".join(make("--audit", audit)["audits"][0]["notes"])
+    (tmp_path / "audit.json").write_text(json.dumps(saved))  # the same content in another layout
+    make("--audit", tmp_path)
+    wrong = next(claim for claim in saved["claims"] if claim["answer"] == "does not hold")
+    wrong["answer"] = "holds"
+    (tmp_path / "audit.json").write_text(json.dumps(saved))
+    code, _, err = call_here("dossier", "--audit", tmp_path)
+    assert code == 2 and "edited after the audit: its content does not give its content_sha256" in err
+    del saved["content_sha256"]
+    (tmp_path / "audit.json").write_text(json.dumps(saved))
+    assert "states no content_sha256, so an edit" in " ".join(make("--audit", tmp_path)["audits"][0]["notes"])
+
+
 def test_the_first_table_of_page_and_terminal_answers_the_five_questions(audit: Path, tmp_path: Path) -> None:
     code, out, _ = call_here("dossier", "--audit", audit, "--out", tmp_path)
     assert code == 0

@@ -31,11 +31,12 @@ def audit(
     from megatoken.audit import audit as audited
     from megatoken.claims.judge import judge_files
     from megatoken.claims.schema import load_claims
+    from megatoken.dossier.saved_audit import with_hash
 
     files = {file: load_claims(file) for file in claims or ()}
     with counted("reading runs", "listing files") as progress:
         result = audited(path, round=mlperf_round, progress=progress)
     answers = judge_files(files, result.evidence)
     result = replace(result, claims=tuple(answer.to_document() for answer in answers))
-    deliver(result.to_document(), json_only=json_only, out=out, full=full)
+    deliver(with_hash(result.to_document()), json_only=json_only, out=out, full=full)
     return result.exit_code

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatoken.errors import UsageError
-from megatoken.files import UnreadableError, read_text
+from megatoken.files import UnreadableError, plain, read_text
 
 FILE = "audit.json"
+HASH = "content_sha256"
 LARGEST_BYTES = 64 * 2**20
 HOW = "make one: megatoken audit PATH --claims CLAIMS.yaml --out DIR"
 
@@ -78,6 +82,13 @@ class _Audit(_Part):
     aggregate: _Aggregate | None = None
 
 
+def with_hash(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document with ``content_sha256``: SHA-256 over its other fields as JSON with sorted keys and without spaces."""
+    content = {name: value for name, value in plain(document).items() if name != HASH}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return {**content, HASH: hashlib.sha256(text.encode()).hexdigest()}
+
+
 def audit_file(path: Path) -> Path:
     """``path``, or the saved audit in it where it is a folder."""
     return path / FILE if path.is_dir() else path
@@ -87,15 +98,22 @@ def read_audit(path: Path) -> dict[str, Any]:
     """``audit.json`` of ``megatoken audit --out``, or the folder that it is in.
 
     Raises:
-        UsageError: the file cannot be read or is no audit; the message names the key.
+        UsageError: the file cannot be read, is no audit, or was edited; the message names the key.
     """
     file = audit_file(path)
     try:
-        audit = _Audit.model_validate_json(read_text(file, LARGEST_BYTES)[0])
+        text = read_text(file, LARGEST_BYTES)[0]
+        audit = _Audit.model_validate_json(text)
     except UnreadableError as error:
         raise UsageError(f"{file}: no saved audit: {error}; {HOW}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UsageError(f"{file}: no saved audit ({where or 'the file'}: {first['msg']}); {HOW}") from None
+    document = json.loads(text)
+    if HASH not in document:  # older versions wrote none
+        unknown = f"states no {HASH}, so an edit of it cannot be noticed; audit again"
+        return {**audit.model_dump(), "notes": [*audit.notes, unknown]}
+    if document != with_hash(document):
+        raise UsageError(f"{file}: edited after the audit: its content does not give its {HASH}; {HOW}")
     return audit.model_dump()
