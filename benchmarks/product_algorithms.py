@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -330,8 +331,8 @@ def measure(options: argparse.Namespace, until: float) -> None:
             for_answers = MOST_ANSWERS * 4 / 3 * options.question_seconds if asked else 0.0
             result = best_of(bench, options, begin + share - for_answers, (energy, power))
             print(f"{product.name}, {options.tokens} tokens: {result['found_in_cublaslt']} algorithms of cuBLASLt")
-            for name, reason in result["refused"].items():
-                print(f"    refused: {name}: {reason}")
+            for reason, number in Counter(result["refused"].values()).most_common(8):
+                print(f"    {number} refused: {reason}")
             show([Measured(**one) for one in result["final"]], result["default"])
             results.append(result)
             if asked:
