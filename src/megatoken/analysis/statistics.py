@@ -72,11 +72,8 @@ def summarise(
         "ttft_seconds": percentiles(done.ttft),
         "tpot_seconds": percentiles(done.tpot),
         "latency_seconds": percentiles(done.last - done.scheduled),
-        "send_lag_seconds": percentiles(samples.sent - samples.scheduled),
+        **lateness(samples),
         "handover_seconds": percentiles(samples.submitted - samples.sent),
-        **(
-            {"request_lag_seconds": percentiles(samples.request_lag)} if np.isfinite(samples.request_sent).any() else {}
-        ),
         "stages": stages(samples),
         "percentile_method": PERCENTILE_METHOD,
         "duration_seconds": duration,
@@ -207,6 +204,14 @@ def _stage(seconds: Floats, total: float, together: float) -> dict[str, Any] | N
         **{f"{name}_seconds": value for name, value in percentiles(known).items() if name in ("p50", "p99")},
         "share": total / together if together > 0 else None,
     }
+
+
+def lateness(samples: Samples) -> dict[str, Any]:
+    """Percentiles of the seconds from due to issued, and where a client sent requests to their first byte."""
+    found = {"send_lag_seconds": percentiles(samples.sent - samples.scheduled)}
+    if np.isfinite(samples.request_sent).any():
+        found["request_lag_seconds"] = percentiles(samples.request_lag)
+    return found
 
 
 def percentiles(values: Floats) -> dict[str, Any]:

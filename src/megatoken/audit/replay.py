@@ -134,7 +134,10 @@ def notes(folder: RunFolder) -> Iterator[object]:
     by_code = {note["code"]: note for note in result.get("notes") or () if "node" not in note}
     again = {note["code"]: note for note in run_notes({**result, "notes": []})}
     if folder.finished:  # it is added at the end
-        again |= {note["code"]: note for note in core_wait_notes(result.get("core_wait_share"), result)}
+        facts = dict(result)
+        if "late_seconds" not in by_code.get("DRIVER_CORE_WAIT", {"late_seconds": 0}):  # lateness was not looked at
+            facts |= {"send_lag_seconds": None, "request_lag_seconds": None}
+        again |= {note["code"]: note for note in core_wait_notes(result.get("core_wait_share"), facts)}
         due |= {code: code in again for code in ("CORE_WAIT", "DRIVER_CORE_WAIT")}
     due |= {code: code in again for code in ("NO_KERNELS", "BF16_WIDENED", "NO_GPU")}
     for code, wanted in due.items():

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatoken.accuracy.gate import Judgement
 from megatoken.analysis.stability import judge_soak
-from megatoken.analysis.statistics import ARRIVING, Samples
+from megatoken.analysis.statistics import ARRIVING, Samples, lateness
 from megatoken.config import RunConfig
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_plan import run_benchmark, run_limits
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 CORE_WAIT_SHARE = 0.05  # of the time; more is noted
+NOTED_LATE_SECONDS = 0.001  # at p99; a process that sends and waits for a core, but is no later, is not noted
 CLIENT_BUSY_SHARE = 0.9  # of a core, in the busiest second of a client process
 CLIENT_LATE_SHARE = 0.05  # of the looks of a client process at its clock, which may be late by over 10 ms
 SPARE = 2.0  # times the processes that a load would keep busy all the time
@@ -305,10 +306,20 @@ def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[Reaso
     if share is None or share <= CORE_WAIT_SHARE:
         return []
     # Neither the replicas of a rack nor a server are part of this process.
-    elsewhere = "rack_nodes" in facts or (facts.get("target") or {}).get("kind") == "endpoint"
-    return [reason("DRIVER_CORE_WAIT" if elsewhere else "CORE_WAIT", share=share)]
+    if "rack_nodes" not in facts and (facts.get("target") or {}).get("kind") != "endpoint":
+        return [reason("CORE_WAIT", share=share)]
+    parts = [facts.get(name) or {} for name in ("send_lag_seconds", "request_lag_seconds")]
+    late = [part["p99"] for part in parts if part.get("p99") is not None]
+    if facts.get("scenario") == "offline" or not late:  # all are due at once
+        return [reason("DRIVER_CORE_WAIT", share=share)]
+    return [reason("DRIVER_CORE_WAIT", share=share, late_seconds=max(late))] if max(late) > NOTED_LATE_SECONDS else []
 
 
-def end_notes(facts: Mapping[str, Any]) -> list[Reason]:
-    """The notes of ``facts``, with those that are known when a run ends: on waits for a core, and on failures."""
-    return [*facts["notes"], *core_wait_notes(facts.get("core_wait_share"), facts), *_failure_notes(facts)]
+def end_notes(facts: Mapping[str, Any], requests: pa.Table | None = None) -> list[Reason]:
+    """The notes of ``facts``, with those that are known when a run ends: on waits for a core, and on failures.
+
+    Without its ``requests`` it is not known how late they were.
+    """
+    late = {} if requests is None else lateness(Samples.of(requests))
+    waits = core_wait_notes(facts.get("core_wait_share"), {**facts, **late})
+    return [*facts["notes"], *waits, *_failure_notes(facts)]

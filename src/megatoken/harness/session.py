@@ -184,7 +184,7 @@ class TestSession:
         )
         folder.add_facts(
             {
-                "notes": [*end_notes(folder.facts), *findings],
+                "notes": [*end_notes(folder.facts, requests), *findings],
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
                 **({"output_characters": self.text.characters} if self.text else {}),
             }

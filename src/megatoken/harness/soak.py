@@ -327,7 +327,7 @@ def _run(
 def _conclude(folder: RunFolder, outcome: Mapping[str, Any]) -> None:
     requests, series = folder.end_recording()
     folder.add_facts(outcome)
-    folder.add_facts({"notes": end_notes(folder.facts)})
+    folder.add_facts({"notes": end_notes(folder.facts, requests)})
     result = concluded_soak(folder.facts, folder.environment, requests, series)
     folder.finish({**result, "ended_at": utc_text(datetime.now(UTC))})
 

@@ -50,7 +50,7 @@ CLIENT_MEMORY = "Peak memory of the client"  # a server's own is not known
 LATE_NOTES = {
     ISSUED_LATE: f"{ISSUED_LATE}: from a sample's scheduled time until the load generator issued it.",
     WRITTEN_LATE: f"{WRITTEN_LATE}: from the scheduled time until the client sent the request's first byte, which "
-    "includes the time above.",
+    "includes the time above; a sample whose request was never sent is not counted.",
 }
 """What the rows on lateness mean, by label."""
 

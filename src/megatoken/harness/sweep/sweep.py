@@ -208,13 +208,14 @@ class _Sweep:
         measurement.note_state()
         facts = {**folder.facts["load"], "window_seconds": load.window_seconds(measurement.start_ns)}
         folder.add_facts({"load": {**facts, "ended_by": load.ended_by}})
-        folder.add_facts({"notes": end_notes(folder.facts)})
         if self.stop.received:
+            folder.add_facts({"notes": end_notes(folder.facts)})
             folder.interrupt(
                 reason("INTERRUPTED", signal=self.stop.received, ended=measurement.ended, issued=load.issued)
             )
             return
         requests, _ = folder.end_recording()
+        folder.add_facts({"notes": end_notes(folder.facts, requests)})
         if answers is not None:
             answers.close()
         concluded = concluded_point(folder.facts, requests)
