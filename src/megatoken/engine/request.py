@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
@@ -282,13 +283,14 @@ def used_options(request: Request) -> set[str]:
     return {name for name, is_used in used.items() if is_used}
 
 
-_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value < math.inf, "finite and not negative"),
-    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "finite and above 0"),
-    "presence_penalty": (lambda value: -2 <= value <= 2, "at least -2 and at most 2"),
-    "frequency_penalty": (lambda value: -2 <= value <= 2, "at least -2 and at most 2"),
+_ABOVE_0, _FINITE = math.ulp(0.0), sys.float_info.max
+_RANGES: Mapping[str, tuple[float, float, str]] = {
+    "temperature": (0.0, _FINITE, "finite and not negative"),
+    "top_p": (_ABOVE_0, 1.0, "above 0 and at most 1"),
+    "min_p": (0.0, 1.0, "at least 0 and at most 1"),
+    "repetition_penalty": (_ABOVE_0, _FINITE, "finite and above 0"),
+    "presence_penalty": (-2.0, 2.0, "at least -2 and at most 2"),
+    "frequency_penalty": (-2.0, 2.0, "at least -2 and at most 2"),
 }
 
 
@@ -296,9 +298,9 @@ def _check_sampling(sampling: Sampling) -> None:
     _check_count("top_k", sampling.top_k, 0, _LARGEST_TOP_K, "0 (all) or more")
     if sampling.seed is not None:
         _check_count("seed", sampling.seed, -_LARGEST_SEED - 1, _LARGEST_SEED, f"at least {-_LARGEST_SEED - 1:,}")
-    for name, (accepts, wanted) in _RANGES.items():
+    for name, (lowest, highest, wanted) in _RANGES.items():
         value = getattr(sampling, name)
-        if not accepts(_number(name, value)):
+        if not lowest <= _number(name, value) <= highest:
             raise RequestError(f"{name} is {_shown(value)}; it must be {wanted}", name)
     bias = sampling.logit_bias
     if not isinstance(bias, Mapping):

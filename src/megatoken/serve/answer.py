@@ -22,6 +22,8 @@ from megatoken.serve.request_errors import ApiError, as_api_error
 from megatoken.serve.schema_common import GenerationFields, StreamOptions
 from megatoken.serve.tenants import DEFAULT_TENANT
 
+_NOTHING_MORE = StreamOptions()
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -366,7 +368,7 @@ class ChunkStream(StreamedAnswer):
         logprobs: bool,
     ) -> None:
         super().__init__(exchange, client, prompts)
-        options = body.stream_options or StreamOptions()
+        options = body.stream_options or _NOTHING_MORE
         self._head, self._usage, self._continuous = head, options.include_usage, options.continuous_usage_stats
         self._detailed = logprobs or body.return_token_ids or self._continuous  # events bring more than text
 

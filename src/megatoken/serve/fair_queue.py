@@ -31,15 +31,12 @@ class _Bucket:
     level: float = 0.0
     updated: float = 0.0
 
-    def refill(self, now: float) -> None:
-        if self.per_minute is not None:
-            self.level = min(self.per_minute, self.level + (now - self.updated) * self.per_minute / MINUTE_SECONDS)
-            self.updated = now
-
-    def wait_seconds(self, needed: float) -> float:
-        """How long until ``needed`` are there."""
+    def wait_seconds(self, needed: float, now: float) -> float:
+        """How long from now until ``needed`` are there."""
         if self.per_minute is None:
             return 0.0
+        self.level = min(self.per_minute, self.level + (now - self.updated) * self.per_minute / MINUTE_SECONDS)
+        self.updated = now
         return max(0.0, (min(needed, self.per_minute) - self.level) * MINUTE_SECONDS / self.per_minute)
 
 
@@ -125,8 +122,7 @@ class FairQueue(Generic[Item]):
         if tenant.max_queued is not None and len(queue.queued) >= tenant.max_queued:
             raise Busy(f"this key has {len(queue.queued):,} requests waiting already", RETRY_AFTER_SECONDS)
         for bucket, needed, what in ((queue.requests, 1, "requests"), (queue.tokens, prompt_tokens, "tokens")):
-            bucket.refill(now)
-            wait = bucket.wait_seconds(needed)
+            wait = bucket.wait_seconds(needed, now)
             if wait > 0:
                 after = int(wait) + 1
                 raise Busy(f"this key is limited to {bucket.per_minute:,} {what} a minute; wait {after} s", after)

@@ -8,7 +8,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
-_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_COMPACT = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 _GAP = "\N{OBJECT REPLACEMENT CHARACTER}gap"
 
 
