@@ -161,8 +161,7 @@ def _log_facts(runs: Sequence[Run]) -> dict[str, Fact]:
     of_rates = "; ".join(dict.fromkeys(of for run in runs if (of := run.figures.rates_of)))
     for name, attribute in LISTS.items():
         where = (run.where(_key(run, attribute)) for run in runs)
-        condition = of_rates if name.endswith("s_per_second") and of_rates else None
-        add(name, [getattr(run.figures, attribute) for run in runs], where, condition)
+        add(name, [getattr(run.figures, attribute) for run in runs], where, of_rates if "_per_second" in name else None)
     for kind, key in product(LATENCIES, LATENCY_KEYS):
         numbers = [getattr(run.figures, f"{kind}_seconds").get(key) for run in runs]
         one_each = OWN_PERCENTILES if len(runs) > 1 and key.startswith("p") else None

@@ -209,12 +209,10 @@ def check_seals(tree: Tree) -> Iterator[Observation]:
         try:
             state = seal_state(tree.path(folder))
         except (OSError, ValueError) as error:
-            found = shown(f"the seal cannot be read: {error}")
-            yield from sealed.observations(outcome(False, AS_SEALED, found, where))
+            yield from sealed.observations(outcome(False, AS_SEALED, shown(f"the seal cannot be read: {error}"), where))
             continue
         assert state is not None
-        yield from sealed(state, where)
-        yield from unsealed(state, where)
+        yield from (*sealed(state, where), *unsealed(state, where))
 
 
 @check("run_folder.sealed", "The sealed files are unchanged", "A change after sealing is not what was measured.")
