@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.request import FinishReason, Request, TokenEvent, check_request, token_ids
@@ -16,7 +15,6 @@ from megatoken.engine.thread import Step
 from megatoken.errors import CapacityError, RequestError
 
 STEP_SECONDS = 0.001  # tokens that are due within it leave together
-_Item = tuple[int, Request] | int | None  # a request, the id of one to cancel, or nothing
 
 
 @dataclass(slots=True)
@@ -45,11 +43,12 @@ class MockEngine:
         self._interval = 1 / tokens_per_second
         self._on_step = on_step
         self._max_sequences = max_sequences
-        self._inbox: SimpleQueue[_Item] = SimpleQueue()  # nothing: wakes the thread
+        self._inbox: deque[tuple[int, Request] | int] = deque()
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, _Stream] = {}
         self._slots: dict[int, list[_Stream]] = {}  # by number of STEP_SECONDS since the clock's start
         self._slot = _slot(time.monotonic())  # the next one to look at
+        self._wake = threading.Event()
         self._closing = False
         self._next_id = 0
         self._steps = self._output_tokens = 0
@@ -68,16 +67,18 @@ class MockEngine:
                 f"of {self._model.max_positions:,}; send less"
             )
         self._next_id += 1
-        self._inbox.put((self._next_id - 1, request))
+        self._inbox.append((self._next_id - 1, request))
+        self._wake.set()
         return self._next_id - 1
 
     def cancel(self, request_id: int) -> None:
         """End a request; its last event says so. Ids of ended requests pass."""
-        self._inbox.put(request_id)
+        self._inbox.append(request_id)
+        self._wake.set()
 
     def state(self) -> ReplicaState:
         """How many requests wait and run."""
-        waiting, running = len(self._waiting) + self._inbox.qsize(), len(self._running)
+        waiting, running = len(self._waiting) + len(self._inbox), len(self._running)
         return ReplicaState(
             in_flight=waiting + running,
             waiting=waiting,
@@ -89,15 +90,14 @@ class MockEngine:
     def close(self, *, drain: bool = False) -> None:
         """End the thread."""
         self._closing = True
-        self._inbox.put(None)
+        self._wake.set()
         self._thread.join()
 
     def _run(self) -> None:
-        item = None
         while not self._closing:
             began_ns = time.monotonic_ns()
             events: list[TokenEvent] = []
-            self._take(item, events)
+            self._take_inbox(events)
             now_slot = _slot(time.monotonic())
             while self._slot < now_slot:
                 due = self._slots.pop(self._slot, ())
@@ -108,24 +108,18 @@ class MockEngine:
                 self._steps += 1
                 self._on_step(Step(events, began_ns, time.monotonic_ns()))
             next_slot = (self._slot + 1) * STEP_SECONDS
-            item = self._wait(max(0.0, next_slot - time.monotonic()) if self._running or self._waiting else None)
+            self._wake.wait(max(0.0, next_slot - time.monotonic()) if self._running or self._waiting else None)
+            self._wake.clear()
             if not self._slots:
                 self._slot = max(self._slot, _slot(time.monotonic()))
 
-    def _wait(self, seconds: float | None) -> _Item:
-        try:
-            return self._inbox.get(timeout=seconds)
-        except Empty:
-            return None
-
-    def _take(self, item: _Item, events: list[TokenEvent]) -> None:
-        """Take an item of the inbox, and all that have come after it."""
-        while item is not None:
+    def _take_inbox(self, events: list[TokenEvent]) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
             if not isinstance(item, int):
                 self._waiting.append(item)
             elif self._running.pop(item, None) is not None or self._drop_waiting(item):
                 events.append(TokenEvent(item, (), FinishReason.CANCELLED))
-            item = None if self._inbox.empty() else self._inbox.get()
         while self._waiting and len(self._running) < self._max_sequences:
             request_id, request = self._waiting.popleft()
             stream = self._running[request_id] = _Stream(request_id, request.max_tokens, time.monotonic())
