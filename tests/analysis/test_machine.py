@@ -25,12 +25,15 @@ def run(config: dict[str, Any], gpus: int, nodes: int = 1) -> Any:
         (HERE, 0, None),
         (THERE, 1, None),  # the client's GPU is not the server's
         (f"{HERE},{THERE}", 1, None),
+        ("http://[::1", 1, None),  # damaged folders
+        ([HERE], 1, None),
+        (5, 1, None),
     ],
 )
 def test_a_servers_gpus_are_counted_only_where_they_can_be_known(
-    addresses: str, gpus: int, expected: int | None
+    addresses: Any, gpus: int, expected: int | None
 ) -> None:
-    servers = len(addresses.split(","))
+    servers = len(str(addresses).split(","))
     measured = run({"endpoint": {"urls": addresses}, "engine": {"device": "auto"}}, gpus, servers)
     assert run_accelerators(measured) == expected
     assert run_accelerators(measured, "127.0.0.1:8000") == expected

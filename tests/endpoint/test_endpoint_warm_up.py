@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,27 @@ def test_a_client_process_that_hangs_at_its_start_is_not_waited_for_for_ever(mon
     finally:
         process.process.kill()
         process.close()
+
+
+def test_client_processes_are_ended_where_one_does_not_start(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = clients.start_process
+
+    def noted(settings: Any) -> Any:
+        process, connection = start(settings)
+        started.append(process)
+        return process, connection
+
+    monkeypatch.setattr(clients, "start_process", noted)
+    monkeypatch.setattr(clients, "START_SECONDS", 0.0)
+    config = RunConfig(scenario="server", endpoint={"urls": server.url, "processes": 2})
+    with (
+        pytest.raises(MegatokenError, match="did not start within 0 s"),
+        EndpointBackend(config, Progress(quiet=True)).open() as backend,
+        backend.load(),
+    ):
+        pass
+    assert len(started) >= 2 and all(process.poll() is not None for process in started)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli_support import call_here
-from megatoken.runs.seal import seal, seal_state
+from megatoken.runs.seal import seal, seal_state, sealed_folder
 from run_folders import run_folder
 
 
@@ -70,8 +70,22 @@ def test_the_audit_names_the_file_and_ends_with_3(folder):
 def test_no_command_writes_into_a_sealed_folder(folder, command):
     seal(folder)
     code, _, err = call_here(*(word.replace("RUN", str(folder)) for word in command))
-    assert code == 2 and err.count("\n") == 1 and "lies in a sealed folder" in err
+    assert code == 2 and err.count("\n") == 1 and f"breaks the seal of {folder.resolve()}" in err
     assert seal_state(folder).whole and not seal_state(folder).added
+
+
+def test_a_place_outside_is_not_in_a_sealed_folder(folder, tmp_path, monkeypatch):
+    seal(folder)
+    assert sealed_folder(folder / "a" / "b.html") == folder.resolve()
+    monkeypatch.chdir(folder)
+    assert sealed_folder(Path("..") / "elsewhere.html") is None
+    (tmp_path / "link").symlink_to(folder)
+    assert sealed_folder(tmp_path / "link" / "page.html") == folder.resolve()
+    other = tmp_path / "other"
+    other.mkdir()
+    for content in ("{}", "[1]", "not JSON", '{"files": {}}'):
+        (other / "seal.json").write_text(content)
+        assert sealed_folder(other / "page.html") is None
 
 
 def test_pages_of_sealed_runs_stay_while_those_of_others_are_rebuilt(folder):

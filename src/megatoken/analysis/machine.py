@@ -99,7 +99,7 @@ def run_accelerators(run: Run, node: str | None = None) -> int | None:
     Which GPUs a server uses is not known over HTTP, except on this machine when it has only one.
     """
     if addresses := (run.config.get("endpoint") or {}).get("urls"):
-        here = all(_on_this_machine(address) for address in addresses.split(","))
+        here = all(_on_this_machine(address) for address in str(addresses).split(","))
         return 1 if here and len(run.environment.get("gpus") or []) == 1 else None
     ranks = (run.result.get("target") or {}).get("tensor_parallel")
     ranks = ranks if isinstance(ranks, int) else 1
@@ -117,8 +117,9 @@ def run_accelerators(run: Run, node: str | None = None) -> int | None:
 
 
 def _on_this_machine(address: str) -> bool:
-    host = urlsplit(address.strip()).hostname or ""
+    host = ""
     try:
+        host = urlsplit(address.strip()).hostname or ""
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"

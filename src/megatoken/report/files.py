@@ -20,7 +20,7 @@ from megatoken.report.page import page
 from megatoken.report.views import document_view, run_view
 from megatoken.report.views.history import history_view
 from megatoken.runs.run import REPORT, Run
-from megatoken.runs.seal import is_sealed, refuse_sealed
+from megatoken.runs.seal import refuse_sealed, sealed_folder
 
 OURS = b"megatoken</title>"  # near the start of every page
 HEAD_BYTES = 8192
@@ -71,7 +71,7 @@ def write_reports(
     if out is not None:
         subjects = [] if indexed else [(subjects[-1][0], out)]
     for subject, place in subjects:
-        if len(subjects) > 1 and is_sealed(place):
+        if len(subjects) > 1 and sealed_folder(place):
             continue
         made = run_view(subject) if isinstance(subject, Run) else document_view(subject)
         yield write_view(place, made, movable=movable)

@@ -78,17 +78,25 @@ def seal(folder: Path, key: Path | None = None) -> dict[str, Any]:
     return document
 
 
-def is_sealed(place: Path) -> bool:
-    """Whether a file or folder lies in a sealed folder, or is one."""
-    return any((folder / SEAL).is_file() for folder in (place.absolute(), *place.absolute().parents))
+def sealed_folder(place: Path) -> Path | None:
+    """The sealed folder that a file or folder lies in, or is; None if there is none."""
+    there = place.resolve()
+    return next((folder for folder in (there, *there.parents) if _has_seal(folder)), None)
+
+
+def _has_seal(folder: Path) -> bool:
+    """Whether it has a seal of ours, and not a file of another program by that name."""
+    try:
+        document = json.loads((folder / SEAL).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and isinstance(document.get("files"), dict) and "sealed_at" in document
 
 
 def refuse_sealed(place: Path) -> None:
     """Refuse to write into a sealed folder. Raises UsageError."""
-    if is_sealed(place):
-        raise UsageError(
-            f"{place}: lies in a sealed folder, whose seal a new file breaks; name another place with --out"
-        )
+    if folder := sealed_folder(place):
+        raise UsageError(f"{place}: a new file breaks the seal of {folder}; name another place with --out")
 
 
 def seal_state(folder: Path) -> SealState | None:

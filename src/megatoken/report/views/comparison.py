@@ -45,7 +45,7 @@ def comparison_view(document: Document) -> View:
         )
     )
     summary = [Points("", answers)] if answers else []
-    return view(document, "comparison", summary, sections, derived=("interval_method",), notes_last=True)
+    return view(document, "comparison", summary, sections, notes_last=True)
 
 
 def _rounds(rows: list[Document]) -> Iterator[str]:

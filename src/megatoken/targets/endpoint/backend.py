@@ -153,8 +153,13 @@ class EndpointBackend:
         if endpoint.hosts is None:
             self_test, processes = asdict(process_capacity()), endpoint.processes or default_processes()
             started = [LocalProcess(settings.of(number, processes)) for number in range(processes)]
-            for process in started:
-                process.wait_until_ready()
+            try:
+                for process in started:
+                    process.wait_until_ready()
+            except BaseException:  # a signal too
+                for process in started:
+                    process.close()
+                raise
             yield Clients(started, self_test)
             return
         with client_hosts(endpoint.hosts, settings, endpoint.processes, self._reporter.note) as clients:
