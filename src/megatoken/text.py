@@ -68,6 +68,14 @@ def count_of(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
+def printable(text: str) -> str:
+    """Text of others in one line: what a terminal would obey, or not show, is escaped."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode()
+        for character in text
+    )
+
+
 def utc_now() -> str:
     """The current time as documents state it: ISO 8601 in UTC, to the second."""
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"

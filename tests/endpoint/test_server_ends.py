@@ -121,6 +121,16 @@ def test_requests_that_a_living_server_refuses_are_no_failure_of_the_server(tmp_
     assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []
 
 
+def test_answers_whose_tokens_cannot_be_counted_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = SERVER.replace('"completion_tokens": 2', '"completion_tokens": 10**30')  # no count that can be true
+    monkeypatch.setattr(sys.modules[__name__], "SERVER", without)
+    code, out, folder, result = measure(tmp_path, "pass")
+    assert code == 3 and (result["samples_completed"], result["samples_failed"]) == (0, 120)
+    line = next(line for line in out.splitlines() if line.startswith("  REQUESTS_FAILED"))
+    assert "add --endpoint.stream true" in line
+    assert call_here("report", folder)[0] == 0 and call_here("audit", folder)[0] == 0
+
+
 def test_a_run_that_a_signal_ends_says_why_requests_failed(tmp_path: Path) -> None:
     late = "time.sleep(0.5), os.kill(os.getppid(), signal.SIGINT), time.sleep(1)"  # when the client knows of failures
     refuse = 'return self.reply({"error": {"message": "no room"}}, 400)'

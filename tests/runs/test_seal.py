@@ -74,6 +74,19 @@ def test_no_command_writes_into_a_sealed_folder(folder, command):
     assert seal_state(folder).whole and not seal_state(folder).added
 
 
+def test_a_seal_that_says_more_is_not_replaced(folder):
+    first = seal(folder)
+    (folder / "note.txt").write_text("new")
+    second = seal(folder)  # which also covers what was added
+    assert second["files"].keys() - first["files"].keys() == {"note.txt"}
+    (folder / "note.txt").write_text("newer")
+    code, _, err = call_here("seal", folder)
+    assert code == 2 and "has changed since: note.txt; remove seal.json" in err
+    assert json.loads((folder / "seal.json").read_text()) == second
+    (folder / "seal.json").write_text("damaged")
+    assert seal(folder)["files"]["note.txt"] != second["files"]["note.txt"]
+
+
 def test_a_place_outside_is_not_in_a_sealed_folder(folder, tmp_path, monkeypatch):
     seal(folder)
     assert sealed_folder(folder / "a" / "b.html") == folder.resolve()
@@ -125,6 +138,7 @@ def test_a_signature_holds_for_its_statement_and_key_alone(folder, tmp_path):
     document = seal(folder, key)
     assert seal_state(folder).signature is True
     (folder / "config.yaml").write_text("engine: {}\n")
+    (folder / "seal.json").unlink()
     forged = seal(folder)  # a new manifest under the old signature
     (folder / "seal.json").write_text(json.dumps({**document, "files": forged["files"]}))
     assert (seal_state(folder).signature, seal_state(folder).changed) == (False, ())

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Generic, ParamSpec
 
 from megatoken.audit.evidence import Where
+from megatoken.text import printable
 
 MOST_PLACES = 50
 MOST_TEXTS = 5
@@ -191,10 +192,7 @@ def _list(texts: dict[str, int], count: int) -> str:
 def shown(value: Any) -> str:
     """A value from an audited file as one short printable line."""
     text = value if isinstance(value, str) else repr(value)
-    text = "".join(
-        character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode()
-        for character in text[: LONGEST_TEXT + 1]
-    )
+    text = printable(text[: LONGEST_TEXT + 1])
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
 
 

@@ -68,14 +68,33 @@ def seal(folder: Path, key: Path | None = None) -> dict[str, Any]:
         key: PEM file of an ed25519 private key without a password; None: no signature.
 
     Raises:
-        UsageError: it is no whole run folder, the key cannot be used, or the package for signatures is missing.
+        UsageError: it is no whole run folder, it has a seal that is signed or that the files no longer match, the key
+            cannot be used, or the package for signatures is missing.
         StorageError: the folder cannot be written.
     """
     read_run(folder)
+    _refuse_second(folder)
     statement = {"schema_version": SCHEMA_VERSION, "sealed_at": utc_now(), "files": file_hashes_in(folder)}
     document = statement if key is None else {**statement, **_signed(statement, key)}
     write_text(folder / SEAL, to_json(document), movable=False)
     return document
+
+
+def _refuse_second(folder: Path) -> None:
+    """Refuse a seal in place of one that says more: who signed it, or which files have changed since."""
+    try:
+        state = seal_state(folder)
+    except ValueError:
+        state = None  # it says nothing
+    if state is None:
+        return
+    if state.public_key is not None:
+        why = f"it is sealed and signed by {state.public_key}"
+    elif changed := (*state.changed, *state.removed):
+        why = f"it was sealed, and has changed since: {named(changed)}"
+    else:
+        return
+    raise UsageError(f"{folder}: {why}; remove {SEAL} to seal it as it is now")
 
 
 def sealed_folder(place: Path) -> Path | None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.targets.endpoint.bodies import PATHS
+from megatoken.text import printable
 
 MOST_BYTES = 16 << 20  # of an answer to a plain request
 SHOWN_CHARACTERS = 200  # of a server's message
@@ -181,7 +182,7 @@ def status_error(status: int, headers: Mapping[str, str], body: bytes, key: str 
         text = error.get("message", error) if isinstance(error, dict) else error
     except (ValueError, AttributeError):
         text = body.decode("utf-8", "replace")
-    shown = " ".join(str(text).split())
+    shown = printable(" ".join(str(text).split()))
     if key:
         shown = shown.replace(key, "***")
     return f"HTTP {status}: {shown[:SHOWN_CHARACTERS] or 'no message'}"

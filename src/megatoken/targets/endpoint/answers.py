@@ -11,10 +11,11 @@ import re
 import zlib
 from array import array
 from enum import IntFlag
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatoken.targets.endpoint.bodies import Api
 from megatoken.targets.endpoint.frames import Pieces
+from megatoken.text import printable
 
 MOST_FRAME_BYTES = 8 << 20
 MOST_BODY_BYTES = 64 << 20
@@ -230,11 +231,11 @@ class Answer:
         if not isinstance(usage, dict):
             return
         for name, keys in (("output_tokens", ("completion_tokens", "output_tokens")), ("input_tokens", _INPUT)):
-            found = next((usage[key] for key in keys if isinstance(usage.get(key), int)), None)
+            found = next((usage[key] for key in keys if _is_count(usage.get(key))), None)
             if found is not None:
                 setattr(self, name, found)
         cached = (usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}).get("cached_tokens")
-        if isinstance(cached, int):
+        if _is_count(cached):
             self.cached_tokens = cached
 
     def _learn(self, frame: bytes, text: str) -> None:
@@ -246,6 +247,11 @@ class Answer:
 
 
 _INPUT = ("prompt_tokens", "input_tokens")
+_MOST_TOKENS = 2**31 - 1  # no answer has more: it is no count
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= _MOST_TOKENS
 
 
 def _json(data: bytes) -> dict[str, Any]:
@@ -277,4 +283,4 @@ def _is_role(choice: dict[str, Any]) -> bool:
 
 
 def _shown(data: bytes) -> str:
-    return " ".join(data[:80].decode("utf-8", "replace").split())
+    return printable(" ".join(data[:80].decode("utf-8", "replace").split()))

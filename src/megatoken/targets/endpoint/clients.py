@@ -306,6 +306,7 @@ def start_process(settings: ClientSettings) -> tuple[subprocess.Popen[bytes], so
             [sys.executable, "-P", "-m", "megatoken.targets.endpoint.worker", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
+            process_group=0,  # a Ctrl-C in the terminal is for the process that started it
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
     ours.sendall(first_message(settings))
