@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -182,6 +184,40 @@ def test_a_load_that_was_interrupted_is_not_called_steady(swept: Path, capsys: p
     show(checked(document))
     out = capsys.readouterr().out
     assert "interrupted" in out and "steady" not in out.replace("steady state", "")
+
+
+def test_a_window_shorter_than_an_answer_judges_nothing(runs: list[Run], capsys: pytest.CaptureFixture[str]) -> None:
+    long = next(row for row in runs[0].requests.to_pylist() if row["output_tokens"] > 3)
+    window = [np.nextafter(long["first_token_seconds"], 1e9), long["last_token_seconds"]]
+    limit = {"limits": {"ttft_seconds": {"p50": 5.0}, "samples_per_second": 1e-9}}
+    load = {**runs[0].result["load"], "window_seconds": window}
+    short = replace(runs[0], result={**runs[0].result, "load": load})
+    (point,) = summarise_sweep([short], "short")["points"]
+    assert (point["requests"], point["requests_completed"], point["steady"]) == (0, 0, None)
+    assert point["output_tokens_per_second"] > 0
+    document = plain(summarise_sweep([replace(short, config={**short.config, **limit})], "short"))
+    assert [one["answer"] for one in document["points"][0]["limits"]] == ["CANNOT TELL"] * 2
+    assert document["found"]["highest_within_limits"] is None
+    assert "unknown at load 1: no request that came in the window ended; raise --window" in str(document["notes"])
+    show(checked(document))
+    out = capsys.readouterr().out
+    assert "Within your limits: not known" in out and "unknown" in out and "at no load" not in out
+
+
+def test_a_request_that_waits_for_its_first_token_is_judged_though_none_ended(runs: list[Run]) -> None:
+    def point(*unknown: str) -> dict[str, Any]:
+        table, start = runs[0].requests, runs[0].result["load"]["window_seconds"][0]
+        due = table["scheduled_seconds"].to_numpy() >= start
+        for name in unknown:
+            values = np.where(due, np.nan, table[name].to_numpy())
+            column = pa.array(values, pa.float64(), from_pandas=True)
+            table = table.set_column(table.schema.get_field_index(name), name, column)
+        return point_figures(replace(runs[0], requests=table))
+
+    assert point()["unjudged"] is None
+    assert point("last_token_seconds")["unjudged"] and point("last_token_seconds")["goodput"] is None
+    waiting = point("last_token_seconds", "first_token_seconds")
+    assert waiting["unjudged"] is None and waiting["goodput"]["share"] == 0
 
 
 def test_two_sweeps_are_compared_load_by_load(swept: Path, tmp_path: Path) -> None:

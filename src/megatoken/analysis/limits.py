@@ -35,6 +35,7 @@ _UNITS = {"output_tokens_per_second": "tokens/s", "samples_per_second": "samples
 DOLLARS = "dollars_per_request"
 SHORTCUTS = {"ttft_limit_seconds": "ttft_seconds.p99", "tpot_limit_seconds": "tpot_seconds.p99"}  # older keys
 SECONDS_PER_HOUR = 3600.0
+NONE_ENDED = "no request that came in the window ended; raise --window"
 
 
 class Answer(StrEnum):
@@ -169,6 +170,16 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield key, value
 
 
+def none_ended(samples: Samples, tokens: SeenTokens, start: float, end: float) -> bool:
+    """Whether answers came, but the window from ``start`` to ``end`` was too short for one, so that it shows no latency.
+
+    Not so where a request failed, or waits for its first token: that is a slow target, whatever the window.
+    """
+    inside = samples.only((samples.scheduled >= start) & (samples.scheduled < end))
+    under_way = ~inside.completed & ~inside.failed & np.isfinite(inside.first)
+    return bool(under_way.all()) and tokens.within(start, end) > 0
+
+
 def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
     result, samples = run.result, Samples.of(run.requests)
     counted: NDArray[np.bool_] = np.ones(len(samples), bool)
@@ -197,6 +208,9 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
     if result.get("scenario") == "offline":
         why = "all samples of Offline are due at once, so no user waits like this; measure with --scenario server"
         latencies |= dict.fromkeys(FROM_THE_QUERY, why)
+    if window and none_ended(samples, tokens, *window):
+        latencies |= dict.fromkeys(LATENCIES, NONE_ENDED)
+        rates["samples_per_second"] = None
     scores = (result.get("accuracy") or {}).get("metrics") or {}
     return _Observed(latencies, rates, scores, dollars_per_hour, run.verdict is Verdict.INTERRUPTED)
 

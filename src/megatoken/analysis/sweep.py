@@ -86,6 +86,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
         notes=[
             *shared_notes(runs, leaving_out="SWEEP_POINT"),
             *([f"left out, because they ended before their window: {', '.join(names)}"] if names else []),
+            *_unjudged(points + shared),
             *contentions(runs),
         ],
         verdict=Verdict.INVALID if early and verdict is not Verdict.INTERRUPTED else verdict,
@@ -135,6 +136,15 @@ def no_window(run: Run) -> Reason:
     failures = [note for note in run.result["notes"] if note["code"] in CAUSES]
     why = "; ".join(cause["message"] for cause in (*causes, *failures))
     return reason("NO_WINDOW", why=why or "no request came in time")
+
+
+def _unjudged(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A note on the loads whose latencies a longer window would show; none where all are known."""
+    loads = by_load([point for point in points if point["unjudged"]])
+    why = next((group[0]["unjudged"] for group in loads.values()), "")
+    return (
+        [f"latencies and limits are unknown at load {', '.join(f'{load:g}' for load in loads)}: {why}"] if why else []
+    )
 
 
 def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -261,7 +271,7 @@ def keeps_limits(point: Mapping[str, Any]) -> bool:
 
     Of the user's own limits none may be broken; without them 99 % of the requests keep both limits of the benchmark.
     """
-    if point["overloaded"] or point["ended_by"]:
+    if point["overloaded"] or point["ended_by"] or point.get("unjudged"):
         return False
     if own := point.get("limits"):
         return all(one["answer"] != Answer.NOT_MET and within(one) for one in own)

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatoken.analysis.energy import run_energy
 from megatoken.analysis.goodput import goodput
-from megatoken.analysis.limits import asked_limits, judge_limits, limit_documents
+from megatoken.analysis.limits import NONE_ENDED, asked_limits, judge_limits, limit_documents, none_ended
 from megatoken.analysis.machine import run_accelerators
 from megatoken.analysis.seen_tokens import SeenTokens
 from megatoken.analysis.series import Floats, numbers
@@ -75,6 +75,7 @@ def point_figures(run: Run) -> dict[str, Any]:
     accelerators = run_accelerators(run)
     tpot = percentiles(done.tpot)
     steady = _steadiness(samples, tokens, start, end, waits=load["waits"])
+    unjudged = none_ended(samples, tokens, start, end)
     limits = run.result.get("ttft_limit_seconds"), run.result.get("tpot_limit_seconds")
     energy = run_energy(run.series)
     return {
@@ -84,7 +85,8 @@ def point_figures(run: Run) -> dict[str, Any]:
         "value": load["value"],
         **({"stage": load["stage"]} if "stage" in load else {}),
         "window_seconds": [start, end],
-        **steady,
+        **(steady | {"steady": None} if unjudged else steady),
+        "unjudged": NONE_ENDED if unjudged else None,
         "ended_by": load["ended_by"],
         "requests": len(inside),
         "requests_completed": len(done),
@@ -108,7 +110,7 @@ def point_figures(run: Run) -> dict[str, Any]:
         "tpot_seconds": tpot,
         **tokens.gap_figures(samples.completed & (samples.scheduled >= start) & (samples.scheduled < end)),
         "ttft_by_input_tokens": _by_input(done),
-        "goodput": _goodput(inside, *limits, length),
+        "goodput": None if unjudged else _goodput(inside, *limits, length),
         "limits": limit_documents(judge_limits(run, asked_limits(run.config), run.config.get("dollars_per_hour"))),
         "energy_joules_per_output_token": energy.joules_per_output_token,
         "timeline": _timeline(samples, tokens, *([start, end] if "stage" in load else _whole(samples))),

@@ -136,7 +136,8 @@ class _Sweep:
 
     def _report(self, point: Mapping[str, Any]) -> None:
         ttft, latency = (point[name]["p50"] for name in ("ttft_seconds", "latency_seconds"))
-        times = f"TTFT p50 {1000 * ttft:.0f} ms, latency p50 {latency:.2f} s" if ttft is not None else "no answer"
+        none = point["unjudged"] or "no answer"
+        times = f"TTFT p50 {1000 * ttft:.0f} ms, latency p50 {latency:.2f} s" if ttft is not None else none
         ended = f"; {point['ended_by']['message']}" if point["ended_by"] else ""
         self.progress.note(
             f"{point['kind']} {precise(point['value'])}: {precise(point['output_tokens_per_second'])} tokens/s, "

@@ -225,7 +225,9 @@ def _definitions(rules: Document) -> dict[str, str]:
 
 
 def _up_to(load: float | None, sweep: Sweep) -> str:
-    return f"up to {precise(load)} {sweep.unit}" if load is not None else "at no load"
+    if load is not None:
+        return f"up to {precise(load)} {sweep.unit}"
+    return "not known" if any("unjudged" in point for point in sweep.points) else "at no load"
 
 
 def _limits(sweep: Sweep) -> Iterator[Table]:
@@ -272,6 +274,8 @@ def _state(point: Document) -> Cell:
         return Badge("interrupted", "warn")
     if point.flag("overloaded") or "ended_by" in point:
         return Badge("overloaded", "bad")
+    if "unjudged" in point:
+        return Badge("unknown", "warn")
     return Badge("steady", "good") if point.flag("steady") else Badge("not steady", "warn")
 
 
