@@ -171,7 +171,7 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def none_ended(samples: Samples, tokens: SeenTokens, start: float, end: float) -> bool:
-    """Whether answers came, but the window from ``start`` to ``end`` was too short for one, so that it shows no latency.
+    """Whether answers came, but the window from ``start`` to ``end`` was too short for one and shows no latency.
 
     Not so where a request failed, or waits for its first token: that is a slow target, whatever the window.
     """
