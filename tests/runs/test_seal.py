@@ -65,6 +65,23 @@ def test_the_audit_names_the_file_and_ends_with_3(folder):
         ("compare", "RUN", "RUN", "--out", "RUN/comparison"),
         ("audit", "RUN", "--out", "RUN"),
         ("run", "--out", "RUN"),
+        ("init", "RUN/workspace"),
+        ("quantize", "reference", "--to", "fp8", "--out", "RUN/quantized"),
+        ("dataset", "convert", "rag", "--out", "RUN/lengths.csv"),
+        ("dataset", "convert", "RUN/config.yaml", "--out", "RUN/data.parquet"),
+        (
+            "submission",
+            "build",
+            "RUN",
+            "--submitter",
+            "Us",
+            "--division",
+            "open",
+            "--round",
+            "v5.1",
+            "--out",
+            "RUN/tree",
+        ),
     ],
 )
 def test_no_command_writes_into_a_sealed_folder(folder, command):

@@ -23,10 +23,12 @@ def quantize(
     from megatoken.engine.config import model_folder
     from megatoken.quantization.write import FORMATS
     from megatoken.quantization.write import quantize as write
+    from megatoken.runs.seal import refuse_sealed
 
     form = next((known for known in FORMATS if known == to), None)
     if form is None:
         raise UsageError(f"--to {to}: take one of {', '.join(FORMATS)}")
+    refuse_sealed(out)
     with counted("linears") as progress:
         done = write(model_folder(model), form, out, progress=progress)
     print_result(_document(done), lambda: _show(done), json_only=json_only, kept=f"the checkpoint is in {out}")

@@ -15,6 +15,7 @@ from megatoken.datasets.catalog import Algorithm, MlperfDataSet, Role, Sums, cat
 from megatoken.datasets.requests import LazyRows
 from megatoken.errors import DatasetError, UsageError
 from megatoken.files import open_input, write_atomically
+from megatoken.runs.seal import refuse_sealed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,10 +54,11 @@ def write_parquet(
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UsageError if ``path`` is a file that ``write_parquet`` did not write."""
+    """Raise UsageError if ``path`` is a file that ``write_parquet`` did not write, or in a sealed folder."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    refuse_sealed(path)
     if not path.is_file():
         return
     try:

@@ -14,6 +14,7 @@ from megatoken.config import KEYS
 from megatoken.dossier.form import shipped_form
 from megatoken.errors import UsageError
 from megatoken.files import storage_error, write_text
+from megatoken.runs.seal import refuse_sealed
 
 CONFIG, PROMPTS, LIMITS, CLAIMS, FORM = "run.yaml", "prompts.jsonl", "limits.yaml", "claims.yaml", "form.yaml"
 SAMPLE_PROMPTS = 64
@@ -58,11 +59,12 @@ def make_workspace(folder: Path) -> list[tuple[Path, bool]]:
     """Write the files of a workspace that are not there yet; returns each with whether it was made now.
 
     Raises:
-        UsageError: ``folder`` is a file.
+        UsageError: ``folder`` is a file, or in a sealed folder.
         StorageError: the disk refuses.
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: a file of that name exists; name another folder")
+    refuse_sealed(folder, movable=False)
     texts = {
         CONFIG: "".join(_configuration()),
         PROMPTS: "".join(_prompts()),

@@ -18,6 +18,7 @@ from megatoken.files import storage_error, write_text
 from megatoken.planning.assumptions import read_shipped
 from megatoken.planning.figures import State
 from megatoken.planning.schedule import Lengths
+from megatoken.runs.seal import refuse_sealed
 from megatoken.text import suggestion
 from megatoken.yaml_files import Strict, read_strict
 
@@ -134,7 +135,8 @@ def _profiles(file: _ProfilesFile, source: str) -> dict[str, Profile]:
 
 
 def write_lengths(profile: Profile, path: Path, rows: int, seed: int) -> Path:
-    """Write ``profile_csv`` to ``path``. UsageError if ``path`` is a file of another kind; returns ``path``."""
+    """Write ``profile_csv`` to ``path``, and return it. UsageError: a file of another kind, or a sealed folder."""
+    refuse_sealed(path)
     if path.is_file():
         try:
             with path.open("rb") as file:

@@ -112,10 +112,11 @@ def _has_seal(folder: Path) -> bool:
     return isinstance(document, dict) and isinstance(document.get("files"), dict) and "sealed_at" in document
 
 
-def refuse_sealed(place: Path) -> None:
-    """Refuse to write into a sealed folder. Raises UsageError."""
+def refuse_sealed(place: Path, *, movable: bool = True) -> None:
+    """Refuse to write into a sealed folder. Raises UsageError; ``movable``: the command has a flag ``--out``."""
     if folder := sealed_folder(place):
-        raise UsageError(f"{place}: a new file breaks the seal of {folder}; name another place with --out")
+        how = " with --out" if movable else ""
+        raise UsageError(f"{place}: a new file breaks the seal of {folder}; name another place{how}")
 
 
 def seal_state(folder: Path) -> SealState | None:

@@ -18,6 +18,7 @@ from megatoken.mlperf.benchmarks import Benchmark, benchmarks
 from megatoken.mlperf.compliance import compliance_file
 from megatoken.mlperf.detail_log import DETAIL_LOG
 from megatoken.mlperf.submission_layout import MODEL_MAPPING, TO_FILL, Key, Layout, layout_of, supported_round
+from megatoken.runs.seal import refuse_sealed
 from megatoken.submission import description
 from megatoken.submission.runs import (
     ACCURACY_TXT,
@@ -83,13 +84,14 @@ def build(
     """Write the submission of one system and one model to ``out``.
 
     Raises RefusedRunsError: run folders that cannot be submitted, one line each; UsageError: an invalid name, division
-    or round, or ``out`` is in use; StorageError: ``out`` cannot be written. Nothing is left behind.
+    or round, or ``out`` is in use or sealed; StorageError: ``out`` cannot be written. Nothing is left behind.
     """
     round_ = supported_round(round_)
     if division not in DIVISIONS:
         raise UsageError(f"--division {division}: must be closed or open")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out}: already exists; give a new folder with --out")
+    refuse_sealed(out)
     runs = read_runs(paths, round_, division)
     chosen = _benchmark(runs, round_, division, benchmark)
     if lines := list(missing_runs(runs, chosen, division)):
