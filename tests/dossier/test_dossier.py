@@ -87,9 +87,13 @@ def test_an_audit_that_was_edited_is_not_believed(audit: Path, tmp_path: Path) -
     (tmp_path / "audit.json").write_text(json.dumps(saved))
     code, _, err = call_here("dossier", "--audit", tmp_path)
     assert code == 2 and "edited after the audit: its content does not give its content_sha256" in err
+    assert call_here("report", tmp_path) == (2, "", err)
+    assert not (tmp_path / "audit.html").exists()
     del saved["content_sha256"]
     (tmp_path / "audit.json").write_text(json.dumps(saved))
     assert "states no content_sha256, so an edit" in " ".join(make("--audit", tmp_path)["audits"][0]["notes"])
+    assert "states no content_sha256, so an edit" in call_here("dossier", "--audit", tmp_path)[1].replace("\n", " ")
+    assert call_here("report", tmp_path)[0] == 0
 
 
 def test_the_first_table_of_page_and_terminal_answers_the_five_questions(audit: Path, tmp_path: Path) -> None:

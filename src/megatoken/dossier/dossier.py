@@ -20,6 +20,7 @@ from megatoken.analysis.limits import (
 )
 from megatoken.audit import audit as audited
 from megatoken.dossier.figures import Cost, costs_of_audit, costs_of_run, measured_by_audit, measured_by_run
+from megatoken.dossier.saved_audit import NO_HASH
 from megatoken.errors import UsageError
 from megatoken.files import new_document
 from megatoken.planning.run_price import judge_run
@@ -80,7 +81,7 @@ def dossier(
         "dossier",
         title=f"Dossier: {'; '.join(subjects[:SUBJECTS_NAMED])}{more}",
         inputs=[{"input": path, "sha256": _sha256(path)} for path in inputs],
-        notes=[],
+        notes=[f"{one['title']}: {NO_HASH}" for one in audits if NO_HASH in one["notes"]],
         claims=claims,
         audits=[{"title": one["title"], "counts": one["counts"], "notes": one["notes"]} for one in audits],
         replays=[{"title": one["title"], "counts": one["counts"]} for one in replays],

@@ -15,6 +15,7 @@ from megatoken.files import UnreadableError, plain, read_text
 
 FILE = "audit.json"
 HASH = "content_sha256"
+NO_HASH = f"states no {HASH}, so an edit of it cannot be noticed; audit again"
 LARGEST_BYTES = 64 * 2**20
 HOW = "make one: megatoken audit PATH --claims CLAIMS.yaml --out DIR"
 
@@ -112,8 +113,12 @@ def read_audit(path: Path) -> dict[str, Any]:
         raise UsageError(f"{file}: no saved audit ({where or 'the file'}: {first['msg']}); {HOW}") from None
     document = json.loads(text)
     if HASH not in document:  # older versions wrote none
-        unknown = f"states no {HASH}, so an edit of it cannot be noticed; audit again"
-        return {**audit.model_dump(), "notes": [*audit.notes, unknown]}
-    if document != with_hash(document):
-        raise UsageError(f"{file}: edited after the audit: its content does not give its {HASH}; {HOW}")
+        return {**audit.model_dump(), "notes": [*audit.notes, NO_HASH]}
+    refuse_edited(document, file)
     return audit.model_dump()
+
+
+def refuse_edited(document: Mapping[str, Any], file: Path) -> None:
+    """Refuse a document whose content does not give the hash that it states, if it states one. Raises UsageError."""
+    if HASH in document and document != with_hash(document):
+        raise UsageError(f"{file}: edited after the audit: its content does not give its {HASH}; {HOW}")

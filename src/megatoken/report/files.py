@@ -11,6 +11,7 @@ from megatoken.analysis.history import history
 from megatoken.analysis.lookup import read_consistent_run, read_each, run_folders
 from megatoken.analysis.repeats import REPEATS, are_repeats, missing_notes, read_repeats, summarise_repeats
 from megatoken.analysis.sweep import SWEEP, are_points, summarise_sweep
+from megatoken.dossier.saved_audit import refuse_edited
 from megatoken.errors import UsageError
 from megatoken.files import plain, storage_error, to_json, write_text
 from megatoken.mlperf.endpoints import judged_sweep
@@ -145,7 +146,9 @@ def _subjects(path: Path, damaged: list[str] | None = None) -> Iterator[tuple[Ru
         return
     if not folders:
         file = document_in(path) if path.is_dir() else path
-        yield read_document(file), file.with_suffix(".html")
+        saved = read_document(file)
+        refuse_edited(saved.values, file)
+        yield saved, file.with_suffix(".html")
         return
     below: dict[Path, list[Run]] = {}
     for one in read_each([path]):
