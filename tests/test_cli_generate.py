@@ -161,6 +161,8 @@ def test_chat_sends_the_prompt_by_the_models_template(tmp_path: Path) -> None:
     assert generate(*asked, "--prompt", "hello") == (0, plain, f"{NOT_A_CHAT}\n")
     code, _, err = generate(*asked, "--chat", "--prompts", prompts, "--out", out)
     assert code == 2 and "--chat: applies to --prompt TEXT" in err
+    code, _, err = generate(*asked, "--chat", "hello")
+    assert code == 2 and "--chat: takes no value, but 'hello' follows it; its use: Send --prompt" in err
 
 
 def test_a_streamed_prompt_is_held_against_vocabulary_and_context_like_one_of_a_file(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ class Command(TyperCommand):
         options = [name for option in self.get_params(ctx) for name in option.opts if name.startswith("--")]
         valued = [option for option in self.params if isinstance(option, TyperOption) and not option.is_flag]
         takes_value = {name for option in valued for name in option.opts}
+        no_value = {name: option for option in self.params if option not in valued for name in option.opts}
         switches = self.switches()
         flags: dict[str, str] = {}
         takes_arguments = any(param.param_type_name == "argument" for param in self.get_params(ctx))
@@ -86,6 +87,9 @@ class Command(TyperCommand):
                 if name in takes_value and not equals:
                     kept += rest[:1]
                     del rest[:1]
+                elif name in no_value and rest and not takes_arguments and not rest[0].startswith("-"):
+                    use = getattr(no_value[name], "help", "")
+                    raise UsageError(f"{name}: takes no value, but {rest[0]!r} follows it; its use: {use}")
             elif not typed.startswith("--"):
                 kept.append(argument)
             elif not self.is_key(typed[2:]):
