@@ -40,6 +40,7 @@ ORDER = [
     "archives",
     "files",
     "framing",
+    "addresses",
     "text",
     "errors",
     "__init__",

@@ -22,7 +22,7 @@ from megatoken.targets.endpoint.self_test import SETTINGS, frame_server
 from megatoken.targets.endpoint.wire import Asked, News, Task, pack
 from megatoken.targets.endpoint.worker import IDLE_SECONDS
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 EARLY_NS = 200_000_000
 LONGEST_SECONDS = 20.0
 PERMITTED = """
@@ -175,7 +175,7 @@ def test_without_permission_it_runs_as_usual() -> None:
         "import os, resource\n"
         "from megatoken.targets.endpoint.priority import OwnPriority\n"
         "resource.setrlimit(resource.RLIMIT_RTPRIO, (0, 0)); resource.setrlimit(resource.RLIMIT_NICE, (0, 0))\n"
-        f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
+        f"os.setresuid({UNPRIVILEGED}, {UNPRIVILEGED}, {UNPRIVILEGED})\n"
         "own, usual = OwnPriority(1), os.getpriority(os.PRIO_PROCESS, 0)\n"
         "print(*(int(own.hold(share)) for share in (0.0, 1.0, 0.1)), os.getpriority(os.PRIO_PROCESS, 0) - usual)\n"
         "print(os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK)\n"

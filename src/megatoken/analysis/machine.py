@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from ipaddress import ip_address
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from megatoken.addresses import is_loopback
 from megatoken.text import precise
 
 if TYPE_CHECKING:
@@ -117,12 +117,10 @@ def run_accelerators(run: Run, node: str | None = None) -> int | None:
 
 
 def _on_this_machine(address: str) -> bool:
-    host = ""
     try:
-        host = urlsplit(address.strip()).hostname or ""
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return is_loopback(urlsplit(address.strip()).hostname or "")
+    except ValueError:  # no address
+        return False
 
 
 def accelerator_name(run: Run) -> str | None:

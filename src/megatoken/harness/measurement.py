@@ -125,9 +125,6 @@ class Measurement:
             self._schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
         self._planned_seconds = planned_seconds
         self._planned = samples_drawn(settings) if settings is not None else 0
-        names = {one.node for one in target.replicas() if one.node}
-        # Where a sample counts that ends before an event named its node, as one that is cancelled.
-        self._node = names.pop() if len(names) == 1 else socket.gethostname()
         self._open: dict[int, _Sample] = {}
         self._queue: deque[_Query] = deque()  # issued, not yet given to the target
         self._spent = _Spent()
@@ -141,6 +138,9 @@ class Measurement:
                 self._remote.wake_on(test)
         # This also reads power for the first time: each later reading is the mean since the one before.
         self._before = {(one.node, one.replica): one for one in target.replicas()}
+        names = {node for node, _ in self._before if node}
+        # Where a sample counts that ends before an event named its node, as one that is cancelled.
+        self._node = names.pop() if len(names) == 1 else socket.gethostname()
         self.wall_clock = WallClockSteps()  # how far the wall clock was set during the test
         self.core_wait = CoreWait()  # how long this process waited for a core during the test
         issued: list[Issued] = []

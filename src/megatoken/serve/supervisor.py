@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import json
 import os
 import resource
@@ -19,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatoken.addresses import is_loopback
 from megatoken.engine.config import model_folder
 from megatoken.errors import ExitCode, MegatokenError, UsageError, need_packages
 from megatoken.framing import first_message
@@ -169,7 +169,7 @@ class _Supervisor:
 
     def _warn(self) -> None:
         options = self._options
-        if not self._keys.entries and not _is_loopback(options.host):
+        if not self._keys.entries and not is_loopback(options.host):
             self._log.note(
                 f"WARNING: without a key, every client that reaches {options.host}:{self._port()} may use this server; "
                 f"give --api-key or {KEY_VARIABLE}, or listen on 127.0.0.1"
@@ -423,13 +423,6 @@ def _allow_many_files() -> None:
     if soft != hard:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _ending(code: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import socket
 import ssl
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megatoken.addresses import is_loopback
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.targets.endpoint.bodies import PATHS
 from megatoken.text import printable
@@ -75,7 +75,7 @@ class Address:
                 own, other = one.getsockname()[0], one.getpeername()[0]
         except OSError:
             return False
-        return own == other or ipaddress.ip_address(other).is_loopback
+        return own == other or is_loopback(other)
 
 
 class AnswerError(MegatokenError):

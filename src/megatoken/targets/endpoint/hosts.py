@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megatoken import __version__
+from megatoken.addresses import is_loopback
 from megatoken.errors import MegatokenError, UsageError, need_packages
 from megatoken.framing import WireError
 from megatoken.processes import usable_cores
@@ -106,10 +106,7 @@ def check_loopback(nodes: Sequence[Node], addresses: Sequence[Address]) -> None:
     here = next(node.address for node in nodes if node.is_driver)
     elsewhere = [node.name for node in nodes if node.address != here]
     for address in addresses:
-        loopback = address.host == "localhost"
-        with suppress(ValueError):
-            loopback = ipaddress.ip_address(address.host).is_loopback
-        if loopback and elsewhere:
+        if is_loopback(address.host) and elsewhere:
             raise UsageError(
                 f"--endpoint {address.url}: on {elsewhere[0]} that is another machine; give the address at which the "
                 "hosts reach the server"
