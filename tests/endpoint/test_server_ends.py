@@ -256,6 +256,13 @@ def test_first_tokens_of_failed_samples_are_not_held_against_a_run(tmp_path: Pat
     summary.write_text(re.sub("(99.00 percentile first token latency .*: ).*", r"\g<1>7", said))
     changed = {item.id: item for item in audit(folder).findings}["summary.fields"]
     assert changed.severity is Severity.UNKNOWN and changed.found == found["result.latencies"].found
+    other = "NO" if "constraints satisfied : Yes" in said else "Yes"  # LoadGen works it out once for each log
+    reason = "Recommendations:\n * TTFT constrain not met: Reduce target QPS to improve latency.\n"
+    summary.write_text(
+        re.sub("(Performance constraints satisfied : ).*", rf"\g<1>{other}", said).replace("Recommendations:\n", reason)
+    )
+    changed_by = {item.id: item for item in audit(folder).findings}
+    assert {changed_by[name].severity for name in ("summary.fields", "summary.reason")} == {Severity.UNKNOWN}
     summary.write_text(re.sub("(Completed samples per second *: ).*", r"\g<1>999.00", said))
     _, text, _ = call_here("audit", folder)
     assert "1 check of" in text and "fails; a run reports INVALID: FAILED_SAMPLES" in " ".join(text.split())

@@ -17,7 +17,8 @@ from megatoken.text import count_of
 
 _PER_NANOSECOND = "TPS w/o loadgen overhead"  # of which the detail log has the value per ns
 _SEE_DETAIL = "See the detailed log for why this may have occurred."
-_TOKEN_TIMES = ("result_first_token_", "result_time_")  # how the keys of TTFT and TPOT begin
+_TOKEN_TIMES = ("result_first_token_", "result_time_", "result_perf_constraints_met")
+"""How the keys of TTFT and TPOT begin, and of what LoadGen works out from them, once for each log."""
 _RULERS = 2 * len(HEADINGS)
 
 
@@ -103,6 +104,8 @@ def reason(run: RunView) -> Outcome | None:
     holds = printed == expected and (logged is None) is (log.recommendations is None)
     recommended = shown(" ".join((logged or "").split())) or "no recommendation"
     where = (Where(_path(run), line), *run.at("result_invalid_reason"))
+    if run.samples_failed and not holds:
+        return outcome(None, recommended, MEANINGLESS, where)
     return outcome(holds, recommended, shown(text) or "none", where)
 
 
