@@ -5,7 +5,8 @@
         --read-seconds 0.1                                # scaling
 
 The load comes from client processes, which only count frames. One more takes the times: it has few streams, reads at
-once, and sends short requests at random moments while all streams run. So a time is never that of a client that is
+once, and sends short requests at random moments while all streams run, each on a connection of its own, or with
+--keep-alive on one that an earlier request has left, as HTTP clients do. So a time is never that of a client that is
 busy. The mock engine sends the first token of a request at once, so every time to first token is added by the front
 end, and so is what a gap between two tokens has on top of the pace. It sends once a millisecond; the pace is rounded to
 whole ones, or a gap would be up to one longer or shorter for this alone. A client that reads at once takes as long for
@@ -43,6 +44,7 @@ from own_server import OwnServer, own_server, percentiles, save
 WARM_UP_SECONDS = 1.5  # of 1,024 streams
 IN_TIME_SHARE = 0.98
 FRAME = b"data: "
+END = b"0\r\n\r\n"  # of a chunked answer
 MOST_TOKENS = 2000  # what the reference model's context leaves
 TIMED_STREAMS = 64
 SHORT_SECONDS = 0.01  # between the short requests, on average
@@ -75,6 +77,7 @@ class Load:
     tokens: int  # of a stream
     warm_up_seconds: float
     seconds: float
+    keep_alive: bool
 
 
 def client(load: Load, streams: int, read_seconds: float | None, results: Any) -> None:
@@ -91,6 +94,7 @@ def client(load: Load, streams: int, read_seconds: float | None, results: Any) -
     sent: dict[int, float] = {}
     ttft: list[float] = []
     gaps: list[float] = []
+    idle: list[socket.socket] = []  # connections of short requests that ended
     buffer = bytearray(1 << 18)
     view = memoryview(buffer)
     failed = frames = 0
@@ -100,7 +104,7 @@ def client(load: Load, streams: int, read_seconds: float | None, results: Any) -
             {"model": load.model, "prompt": [5, 6, 7, 8], "max_tokens": tokens, "stream": True, "ignore_eos": True}
         ).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        connection = socket.create_connection(("127.0.0.1", load.port))
+        connection = idle.pop() if idle else socket.create_connection(("127.0.0.1", load.port))
         connection.setblocking(False)
         selector.register(connection, selectors.EVENT_READ, number)
         sent[number] = time.perf_counter()
@@ -122,8 +126,15 @@ def client(load: Load, streams: int, read_seconds: float | None, results: Any) -
                     selector.unregister(connection)
                     continue
                 found = buffer.count(FRAME, 0, count)
+                ended = bytes(view[max(0, count - len(END)) : count]) == END
+                if number >= streams and ended:
+                    selector.unregister(connection)
+                    if load.keep_alive:
+                        idle.append(connection)
+                    else:
+                        connection.close()
                 if not found:
-                    if not buffer.startswith(b"HTTP/1.1 200"):
+                    if not ended and not buffer.startswith(b"HTTP/1.1 200"):
                         sys.exit(f"a request was refused: {bytes(buffer[:count])!r}")
                     continue
                 if number in sent:
@@ -133,9 +144,6 @@ def client(load: Load, streams: int, read_seconds: float | None, results: Any) -
                 elif measuring and timed and number < streams:
                     gaps.append(now - last[number])
                     gaps.extend([0.0] * (found - 1))
-                if number >= streams and buffer.find(b"[DONE]", 0, count) >= 0:
-                    selector.unregister(connection)
-                    connection.close()
                 last[number] = now
                 if measuring:
                     frames += found
@@ -179,7 +187,7 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
                 f"streams of {MOST_TOKENS} tokens end before the measurement at {rate:.0f} frames/s; more --streams"
             )
         tokens = min(MOST_TOKENS, int(needed + 10 * rate / streams))
-        load = Load(server.port, server.model, tokens, warm_up_seconds, options.seconds)
+        load = Load(server.port, server.model, tokens, warm_up_seconds, options.seconds, options.keep_alive)
         timed = min(TIMED_STREAMS, streams)
         clients = min(options.clients, streams - timed)
         shares = [(timed, None)]
@@ -322,6 +330,7 @@ def main() -> None:
     parser.add_argument("--model", default="reference")
     rates = [20_000.0, 30_000.0, 40_000.0, 50_000.0, 60_000.0, 70_000.0, 80_000.0, 100_000.0]
     parser.add_argument("--rates", type=float, nargs="+", default=rates, help="frames/s to offer each HTTP process")
+    parser.add_argument("--keep-alive", action="store_true", help="short requests take connections that others left")
     parser.add_argument("--pin", action="store_true", help="a core for each HTTP process and the router")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

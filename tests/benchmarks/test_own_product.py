@@ -75,8 +75,8 @@ def test_equals_the_product_in_fp64(tokens: int, outputs: int, depth: int, varia
         weight_scale = torch.linspace(1, 2, columns, device=DEVICE) * depth**-0.5 / 90
         out = own_product.own_product(x, weight, x_scale, weight_scale, variant)
         scales = x_scale.double()[:, None] * weight_scale.double()
-        # bf16 rounds to 1 / 512; fast sums cut off each of depth / 32 sums, of values of up to about 4.
-        allowed = (exact * scales).abs() / 500 + scales / scales.min() * 4 * depth / 32 * 2**-14
+        # bf16 rounds by up to 1 / 256; fast sums keep 13 bits of the largest term, and their errors add up at random.
+        allowed = (exact * scales).abs() / 250 + scales / scales.min() * 4 * depth**0.5 * 2**-13
         assert ((out.double() - exact * scales).abs() <= allowed).all()
 
 

@@ -220,7 +220,7 @@ def accelerator_hour(system: System, assumptions: Assumptions) -> tuple[float, S
     """
     if not system.rented and system.power is None:
         return None
-    inputs = cost_inputs(system, assumptions)
+    inputs = cost_inputs(system, assumptions, output_tokens_per_second=system.throughput.output_tokens_per_second)
     names = _hourly_names(system)
     wall = _wall(system, assumptions)
     state = weakest((*assumptions.states(names), *([wall.state] if wall else ["given"])))
@@ -244,8 +244,14 @@ def price_notes(system: System, assumptions: Assumptions) -> list[str]:
     return []
 
 
-def cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
-    """All inputs of the cost of a system. Raises UsageError as ``plan_cost``."""
+def cost_inputs(
+    system: System, assumptions: Assumptions, *, output_tokens_per_second: float | None = None
+) -> CostInputs:
+    """All inputs of the cost of a system, by default at the rate that keeps the latency limits.
+
+    Raises:
+        UsageError: as ``plan_cost``.
+    """
     throughput, rent = system.throughput, system.rent_dollars_per_accelerator_hour
     if throughput.accelerators is None:
         raise UsageError("number of accelerators unknown; pass --accelerators (1 for a machine without any)")
@@ -254,8 +260,10 @@ def cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
     wall = _wall(system, assumptions)
     if wall is None and not system.rented:
         raise UsageError("power unknown; pass --watts, or --accelerators and --accelerator, or --rent")
+    if output_tokens_per_second is None:
+        output_tokens_per_second = derating(throughput, assumptions, system.factors).latency_bound
     return CostInputs(
-        output_tokens_per_second=derating(throughput, assumptions, system.factors).latency_bound,
+        output_tokens_per_second=output_tokens_per_second,
         accelerators=throughput.accelerators,
         full_watts=wall.watts if wall else 0.0,
         input_tokens_per_output_token=throughput.input_tokens_per_output_token,

@@ -40,7 +40,7 @@ MODELS = {
 }
 KINDS = [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")]
 SHAPE = {
-    "hidden_size": 256,
+    "hidden_size": 384,
     "intermediate_size": 384,
     "num_attention_heads": 6,
     "num_key_value_heads": 1,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatoken.engine.config import EngineConfig, ExpertsConfig, ModelConfig
 from megatoken.engine.device import why_no_fused_gate
-from megatoken.engine.ops import fused, paged_attention, prompt_attention, tokens
+from megatoken.engine.ops import fused, nvrtc, paged_attention, prompt_attention, tokens
 from megatoken.engine.ops.cuda import DECODE
 from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
@@ -83,10 +83,13 @@ def launches(
     windows = sorted({config.window(layer) for layer in range(config.layers)}, key=lambda window: window or 0)
     sinks_H = zeros(heads, dtype=torch.float32) if config.sinks else None
 
-    def decode(window: int | None, out_THE: Tensor, out_scale: float | None) -> None:
+    # Kernels of few tokens have another form where they let the next one start.
+    counts = [TOKENS, 1] if nvrtc.overlaps(device, 1) else [TOKENS]
+
+    def decode(window: int | None, count: int, out_THE: Tensor, out_scale: float | None) -> None:
         paged_attention.decode_attention(
-            q_THE, cache, cache, pages_TW, lengths_T, out_THE,
-            softmax_scale=1.0, max_length=2 * split, total_tokens=2 * split * TOKENS, out_scale=out_scale,
+            q_THE[:count], cache, cache, pages_TW[:count], lengths_T[:count], out_THE[:count],
+            softmax_scale=1.0, max_length=2 * split, total_tokens=2 * split * count, out_scale=out_scale,
             window=window, sinks_H=sinks_H, config=replace(DECODE, split_tokens=split),
         )  # fmt: skip
 
@@ -97,10 +100,13 @@ def launches(
             window=window, sinks_H=sinks_H, config=way,
         )  # fmt: skip
 
+    def normed(consumer: Linear, count: int) -> None:
+        consumer.normed(x_TD[:count], x_TD[:count].clone(), norm_D, epsilon)
+
     def of_input(consumer: Linear) -> list[Callable[[], object]]:
         return [
-            lambda: consumer.normed(None, x_TD, norm_D, epsilon),
-            lambda: consumer.normed(x_TD, x_TD.clone(), norm_D, epsilon),
+            *(partial(consumer.normed, None, x_TD[:count], norm_D, epsilon) for count in counts),
+            *(partial(normed, consumer, count) for count in counts),
             lambda: consumer.activated(gate_up_T2F),
             lambda: consumer.attended(q_THE.view(TOKENS, -1)),
         ]
@@ -146,11 +152,12 @@ def launches(
     if why_no_fused_gate(config, scheme, device) is None:
         inputs += [partial(compiled, x_TD.device.index, cluster) for cluster in CLUSTERS]
         inputs += [
-            partial(fused.silu_mul, gate_up_T2F, consumer.device_scale, interleaved=ORDER) for consumer in consumers
+            partial(fused.silu_mul, gate_up_T2F[:count], consumer.device_scale, interleaved=ORDER)
+            for consumer in consumers
+            for count in counts
         ]
     if not any(consumer.takes_bf16 for consumer in consumers):
-        head = Linear(norm_D, None)
-        inputs.append(lambda: head.normed(x_TD, x_TD.clone(), norm_D, epsilon))
+        inputs += [partial(normed, Linear(norm_D, None), count) for count in counts]
     if ranks > 1 and scheme.fused_all_reduce and FusedAllReduce.reachable(ranks):
         inputs += shared_launches(config, consumers, device, ranks)
     return [
@@ -160,7 +167,7 @@ def launches(
             for way in (ways if window is None else ways[:1])
             for output in outputs
         ),
-        *(lambda window=window, output=output: decode(window, *output) for window in windows for output in outputs),
+        *(partial(decode, window, count, *output) for window in windows for count in counts for output in outputs),
         *(of_experts(config.experts) if config.experts is not None else ()),
         lambda: tokens.gather_tokens(indices_T, indices_T, zeros(TOKENS, dtype=torch.int64)),
         *inputs,
