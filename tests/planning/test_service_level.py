@@ -1,10 +1,14 @@
 """Runs against a service level: who was served in time, and whether the rate may be called bound by it."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import load_assumptions
 from megatoken.planning.capacity import plan_capacity
+from megatoken.planning.cost import System, accelerator_hour
+from megatoken.planning.energy import Power
 from megatoken.planning.service_level import ServiceLevel, judge_run
 from megatoken.planning.throughput import from_runs
 from megatoken.planning.workloads import load_profiles
@@ -84,8 +88,12 @@ def test_plan_of_an_offline_run_takes_the_published_share(make_run, assumptions)
 
 def test_a_level_that_nobody_kept_leaves_nothing_to_plan(make_run):
     strict = load_assumptions(settings=["ttft_limit_seconds=0.1"])
+    throughput = from_runs([make_run()], strict)
     with pytest.raises(UsageError, match="no request kept the service level"):
-        plan_capacity(from_runs([make_run()], strict), load_profiles(), strict)
+        plan_capacity(throughput, load_profiles(), strict)
+    # An hour of the machine costs the same: the page of such a run shows it.
+    system = System(replace(throughput, accelerators=1), Power(700.0, "accelerators", "measured", "here"))
+    assert accelerator_hour(system, strict)
 
 
 def test_what_a_run_says_of_itself(make_run, assumptions):

@@ -12,11 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from cli_support import call_here, make_checkpoint
-from megatoken.analysis.sweep import found, saturated, summarise_sweep
+from megatoken.analysis.sweep import compare_sweeps, found, saturated, summarise_sweep
 from megatoken.analysis.sweep_point import backlog_grows, point_figures
 from megatoken.files import plain
 from megatoken.report.console import show
-from megatoken.report.documents import checked
+from megatoken.report.documents import Document, checked
+from megatoken.report.views.load_charts import Sweep, load_figures
 from megatoken.runs.run import Run, read_run
 
 ROWS = 20
@@ -230,6 +231,24 @@ def test_two_sweeps_are_compared_load_by_load(swept: Path, tmp_path: Path) -> No
     assert [row["value"] for row in document["ratios"]] == [1, 3]
     assert {row["output"] for row in document["ratios"]} == {1.0}
     assert "<svg" in (tmp_path / "both" / "sweep_comparison.html").read_text()
+
+
+def titles_of(points: list[dict[str, Any]]) -> list[str]:
+    sweep = Sweep.of(Document({"name": "one", "points": points}, "here"))
+    return [figure.title for figure in load_figures([sweep], [])]
+
+
+def test_the_rate_of_a_window_in_which_none_ended_is_compared_with_none(runs: list[Run]) -> None:
+    """Its rate may be that of a ramp."""
+    whole = summarise_sweep(runs, "whole")
+    of_ramp = {"unjudged": "raise --window", "output_tokens_per_second": 1e9}
+    points = [point | (of_ramp if point["value"] == 3 else {}) for point in whole["points"]]
+    both = compare_sweeps([whole, whole | {"name": "ramp", "points": points}])
+    assert [row["output"] for row in both["ratios"]] == [1.0, None]
+    assert len(both["notes"]) == 1 and "unknown at load 3: raise --window" in both["notes"][0]
+    assert found(points)["peak"] == 1
+    assert "Throughput against load" in titles_of([whole["points"][0], whole["points"][-1]])
+    assert "Throughput against load" not in titles_of([points[0], points[-1]])  # one point is no curve
 
 
 def test_a_sweep_is_compared_with_nothing_else(swept: Path, runs: list[Run]) -> None:

@@ -140,11 +140,11 @@ def no_window(run: Run) -> Reason:
 
 def _unjudged(points: Sequence[Mapping[str, Any]]) -> list[str]:
     """A note on the loads whose latencies a longer window would show; none where all are known."""
-    loads = by_load([point for point in points if point["unjudged"]])
-    why = next((group[0]["unjudged"] for group in loads.values()), "")
-    return (
-        [f"latencies and limits are unknown at load {', '.join(f'{load:g}' for load in loads)}: {why}"] if why else []
-    )
+    loads = by_load([point for point in points if point.get("unjudged")])
+    if not loads:
+        return []
+    (first, *_), named = next(iter(loads.values())), ", ".join(f"{load:g}" for load in loads)
+    return [f"latencies, limits and the steady rate are unknown at load {named}: {first['unjudged']}"]
 
 
 def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -182,6 +182,11 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         notes=[
             f"not like for like: {key.replace('_', ' ')} {'differ' if key == 'stages' else 'differs'} ({_each(values)})"
             for key, values in differing.items()
+        ]
+        + [
+            f"{label}: {note}"
+            for label, one in zip(labels, documents, strict=True)
+            for note in _unjudged(one["points"])
         ],
         sweeps=[{key: document[key] for key in SHOWN} for document in documents],
         ratios=_ratios(documents),
@@ -215,6 +220,7 @@ def _each(values: Mapping[str, Any]) -> str:
 def _ratios(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """At every load that all have: output of each sweep over that of the first, and its latencies over the first's.
 
+    A window in which no request ended may lie in the ramp, so the output of such a point is compared with none.
     Stages are numbered, so that equal numbers are equal loads only where the stages are equal too.
     """
     all_loads, labels = [by_load(document["points"]) for document in documents], _labels(documents)
@@ -231,6 +237,8 @@ def _ratios(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     for points in (group, base)
                 )
                 row[name] = of / to if to else None
+            if any(point.get("unjudged") for point in (*group, *base)):
+                row["output"] = None
             rows.append(row)
     return rows
 
@@ -251,8 +259,8 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kept, met = (
         [value for value, group in loads.items() if all(map(holds, group))] for holds in (keeps_limits, limits_met)
     )
-    # What was reached while requests failed is no rate to plan with, unless some failed at every load.
-    sound = [value for value, group in loads.items() if not any(point.get("requests_failed") for point in group)]
+    # What was reached while requests failed, or in a ramp, is no rate to plan with, unless no load is better.
+    sound = [value for value, group in loads.items() if not any(map(_unsound, group))]
     peak = max(sound or rates, key=lambda value: rates[value], default=None)
     early = next((point["ended_by"] for point in points if point["ended_by"]), None)
     return {
@@ -264,6 +272,10 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "saturated": saturated(points),
         "ended_early_by": early,
     }
+
+
+def _unsound(point: Mapping[str, Any]) -> bool:
+    return bool(point.get("requests_failed") or point.get("unjudged"))
 
 
 def keeps_limits(point: Mapping[str, Any]) -> bool:
@@ -286,7 +298,7 @@ def limits_met(point: Mapping[str, Any]) -> bool:
 
 def saturated(points: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the last loads of a closed loop gave no more output than those before them."""
-    loads = by_load(points)
+    loads = by_load([point for point in points if not point.get("unjudged")])
     if len(loads) <= FLAT_POINTS or points[0]["kind"] != "concurrency":
         return False
     rates = [_mean(loads[value], "output_tokens_per_second") for value in sorted(loads)]

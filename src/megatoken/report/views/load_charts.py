@@ -117,7 +117,10 @@ def _against(
     *,
     marked: Sequence[float] = (),
 ) -> Iterator[Figure]:
-    """One chart, if a curve has two points. Of several sweeps only the first curve of each is drawn."""
+    """One chart, if a curve has two points. Of several sweeps only the first curve of each is drawn.
+
+    A point in whose window no request ended is left out: its rate may be that of a ramp.
+    """
     lines, labels, rows = [], [], []
     for sweep in sweeps:
         shown = dict(curves) if len(sweeps) == 1 else {sweep.name: next(iter(curves.values()))}
@@ -125,7 +128,7 @@ def _against(
             found = [
                 (across, up, point.number("value") or 0.0)
                 for point in sweep.points
-                if (across := x(point)) is not None and (up := y(point)) is not None
+                if "unjudged" not in point and (across := x(point)) is not None and (up := y(point)) is not None
             ]
             if len(found) < 2:
                 continue
