@@ -57,6 +57,18 @@ def test_cost_is_made_of_assumptions_that_are_printed_and_can_be_set() -> None:
     assert code == 2 and "--rent with --dollars-per-hour" in err
 
 
+def test_the_price_of_a_machine_needs_no_number_of_accelerators_and_its_first_lines_name_what_it_includes() -> None:
+    machine = ("plan", "cost", "--tokens-per-second", 200, "--per", "system", "--dollars-per-hour", 0.2)
+    code, stdout, err = call_here(*machine)
+    assert code == 0, err
+    headline = stdout.splitlines()[1]
+    assert "assumed · rent 0.628 + staff 0.448 + network egress 0.0217 + storage 0.0188" in headline
+    uncounted, counted = (document_of(*machine, *more) for more in ((), ("--accelerators", 1)))
+    assert uncounted["results"] == counted["results"]
+    of_staff = "Staff is that of one accelerator, as the number of accelerators is unknown"
+    assert [of_staff in " ".join(document["notes"]) for document in (uncounted, counted)] == [True, False]
+
+
 def test_flags_reach_the_plan(tmp_path: Path) -> None:
     shape = ("--nodes-per-rack", 18)
     base = document_of("plan", "fleet", *RACK, *DEMAND, *shape)["results"][0]["value"]

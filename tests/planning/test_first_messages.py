@@ -78,4 +78,6 @@ def test_headlines_say_each_noun_once_and_no_spare_is_named_that_is_none(run):
     _, out, _ = call_here("plan", "energy", run, "--watts", 100)
     assert "output tokens/J  whole machines at the wall" in out.splitlines()[1]
     _, out, _ = call_here("plan", "cost", run, "--accelerators", 1, "--rent", 0.2)
-    assert re.fullmatch(r"[\d.,]+ \$  Cost per million output tokens · assumed", out.splitlines()[1])
+    assert re.fullmatch(
+        r"[\d.,]+ \$  Cost per million output tokens · assumed · rent .+ \+ staff .+", out.splitlines()[1]
+    )

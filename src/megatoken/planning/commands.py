@@ -233,12 +233,17 @@ def cost(
     assumptions = assumptions.priced_for(throughput.accelerator)
     if machine_hour is not None:
         check_positive("--dollars-per-hour", machine_hour, "0.2")
-        rent = machine_hour / (throughput.accelerators or 1)  # without a count, _check_priced asks for it
+        if throughput.accelerators is None:
+            throughput = replace(throughput, accelerators=1, notes=(*throughput.notes, COUNTED_AS_ONE))
+        rent = machine_hour / (throughput.accelerators or 1)
     power = None if rent is not None else _power(throughput, runs, flags)
     _check_priced(rate, throughput, power, rent)
     second = _second(common.second_run, runs, assumptions)
     plan = plan_cost(System(throughput, power, rent, _factors(common)), _profiles(common), assumptions, second=second)
     return _on_curve(plan, rate, assumptions)
+
+
+COUNTED_AS_ONE = "Staff is that of one accelerator, as the number of accelerators is unknown; give --accelerators."
 
 
 def _check_priced(rate: Rate, throughput: Throughput, power: Power | None, rent: float | None) -> None:

@@ -40,8 +40,21 @@ def plan_view(document: Document) -> View:
         section("Profiles", records_table("Workload profiles", document.parts("profiles"))),
     )
     numbers = [result for result in results if is_number(result.values.get("value"))]
-    summary: list[Block] = [_headline(numbers[0]), *_cards(document.text("kind"), numbers[1:])] if numbers else []
+    summary: list[Block] = []
+    if numbers:
+        included = _included(document.part("waterfall"))
+        summary = [_headline(numbers[0], *included), *_cards(document.text("kind"), numbers[1:])]
     return view(document, document.text("kind").removeprefix("plan_"), summary, sections, notes_last=True)
+
+
+def _included(waterfall: Document) -> Iterator[str]:
+    """The lines that a cost adds up, so that none is in it unseen."""
+    steps = [
+        f"{step.text('name')} {figure_text(step.values.get('value'), step.text('state'))}"
+        for step in waterfall.parts("steps")
+    ]
+    if steps:
+        yield " + ".join(steps)
 
 
 def _cards(kind: str, results: Sequence[Document]) -> Iterator[Cards]:
@@ -75,9 +88,9 @@ def _first_number(results: Sequence[Document]) -> Document | None:
     return next((result for result in results if is_number(result.values.get("value"))), None)
 
 
-def _headline(result: Document) -> Headline:
+def _headline(result: Document, *included: str) -> Headline:
     name, unit = _said_once(result.text("name"), _unit(result))
-    words = filter(None, (name, result.text("state")))
+    words = filter(None, (name, result.text("state"), *included))
     one = unit.removesuffix("s") if result.values.get("value") == 1 and unit in COUNTED else unit
     return Headline(_value(result), one, " · ".join(words))
 
