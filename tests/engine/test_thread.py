@@ -17,7 +17,7 @@ from engines import make_engine, request
 from examples import ALL
 from megatoken.engine import Completion, Engine, EngineConfig, EngineThread, FinishReason, Request, Sampling
 from megatoken.engine.simulated import VirtualClock
-from megatoken.engine.thread import Step
+from megatoken.engine.thread import Step, WakeUp
 from megatoken.errors import CapacityError, MegatokenError, RequestError, ThreadError
 
 THREADS, ROUNDS = 12, 12 if ALL else 5
@@ -209,3 +209,17 @@ def test_a_stream_that_is_dropped_before_its_first_event_is_cancelled(directory:
             time.sleep(0.005)
         state = shared.state()
         assert state.in_flight == 0 and state.output_tokens < 30
+
+
+def test_a_ring_before_the_wait_is_kept_and_two_are_one() -> None:
+    wake = WakeUp()
+    wake.ring()
+    wake.ring()
+    began = time.monotonic()
+    wake.wait(60)
+    assert time.monotonic() - began < 30
+    began = time.monotonic()
+    wake.wait(0.02)
+    assert time.monotonic() - began >= 0.02
+    threading.Timer(0.01, wake.ring).start()
+    wake.wait()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Self
@@ -27,6 +28,27 @@ class Step:
     began_ns: int
     ended_ns: int
     engine: str = "0"  # which one, where there are several
+
+
+class WakeUp:
+    """What one thread waits for, and any may ring; what rang before is waited for no more.
+
+    A bare lock, because ``threading.Event`` does in Python what a lock does in C: a thread that was rung runs in about
+    half of the time.
+    """
+
+    def __init__(self) -> None:
+        self._rung = threading.Lock()  # held until it rings
+        self._rung.acquire()
+
+    def ring(self) -> None:
+        """Wake the thread, now or when it waits next."""
+        with suppress(RuntimeError):  # it has rung already
+            self._rung.release()
+
+    def wait(self, seconds: float = -1) -> None:
+        """Wait until it rings, or for so many seconds at most; -1: without a limit."""
+        self._rung.acquire(timeout=seconds)
 
 
 class EngineThread:
@@ -56,7 +78,7 @@ class EngineThread:
         self._inbox: deque[ActiveRequest | int] = deque()  # requests to enqueue, ids to cancel
         self._queued = 0  # requests in the inbox
         self._open: dict[int, SimpleQueue[TokenEvent] | None] = {}  # by id; None: events go to on_step
-        self._wake = threading.Event()
+        self._wake = WakeUp()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -95,7 +117,7 @@ class EngineThread:
         """End a request after the step that runs; its last event says so. Ids of ended requests pass."""
         with self._lock:
             self._inbox.append(request_id)
-        self._wake.set()
+        self._wake.ring()
 
     def state(self) -> ReplicaState:
         """What the engine holds and has done; requests that it has not taken yet count as waiting."""
@@ -113,7 +135,7 @@ class EngineThread:
             self._closing = True
             if not drain:
                 self._inbox.extend(list(self._open))
-        self._wake.set()
+        self._wake.ring()
         self._thread.join()
 
     def _enqueue(self, checked: ActiveRequest, events: SimpleQueue[TokenEvent] | None) -> int:
@@ -127,7 +149,7 @@ class EngineThread:
             self._open[request_id] = events
             self._inbox.append(checked)
             self._queued += 1
-        self._wake.set()
+        self._wake.ring()
         return request_id
 
     def _events(self, request_id: int, events: SimpleQueue[TokenEvent]) -> Iterator[TokenEvent]:
@@ -165,7 +187,6 @@ class EngineThread:
                 return
             else:
                 self._wake.wait()
-                self._wake.clear()
 
     def _take_inbox(self) -> None:
         while self._inbox:

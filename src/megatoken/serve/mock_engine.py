@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.request import FinishReason, Request, TokenEvent, check_request, token_ids
 from megatoken.engine.state import ReplicaState
-from megatoken.engine.thread import Step
+from megatoken.engine.thread import Step, WakeUp
 from megatoken.errors import CapacityError, RequestError
 
 STEP_SECONDS = 0.001  # tokens that are due within it leave together
@@ -48,7 +48,7 @@ class MockEngine:
         self._running: dict[int, _Stream] = {}
         self._slots: dict[int, list[_Stream]] = {}  # by number of STEP_SECONDS since the clock's start
         self._slot = _slot(time.monotonic())  # the next one to look at
-        self._wake = threading.Event()
+        self._wake = WakeUp()
         self._closing = False
         self._next_id = 0
         self._steps = self._output_tokens = 0
@@ -68,13 +68,13 @@ class MockEngine:
             )
         self._next_id += 1
         self._inbox.append((self._next_id - 1, request))
-        self._wake.set()
+        self._wake.ring()
         return self._next_id - 1
 
     def cancel(self, request_id: int) -> None:
         """End a request; its last event says so. Ids of ended requests pass."""
         self._inbox.append(request_id)
-        self._wake.set()
+        self._wake.ring()
 
     def state(self) -> ReplicaState:
         """How many requests wait and run."""
@@ -90,7 +90,7 @@ class MockEngine:
     def close(self, *, drain: bool = False) -> None:
         """End the thread."""
         self._closing = True
-        self._wake.set()
+        self._wake.ring()
         self._thread.join()
 
     def _run(self) -> None:
@@ -108,8 +108,7 @@ class MockEngine:
                 self._steps += 1
                 self._on_step(Step(events, began_ns, time.monotonic_ns()))
             next_slot = (self._slot + 1) * STEP_SECONDS
-            self._wake.wait(max(0.0, next_slot - time.monotonic()) if self._running or self._waiting else None)
-            self._wake.clear()
+            self._wake.wait(max(0.0, next_slot - time.monotonic()) if self._running or self._waiting else -1)
             if not self._slots:
                 self._slot = max(self._slot, _slot(time.monotonic()))
 
