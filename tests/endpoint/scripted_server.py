@@ -50,6 +50,7 @@ class Server:
     heads: list[bytes] = field(default_factory=list)
     sent_ns: dict[str, list[int]] = field(default_factory=dict)  # times of frames with text, by prompt
     starts_at: float = 0.0  # monotonic seconds; until then it answers 503
+    refuses_with: int = 0  # status of the answer to every prompt; 0: it answers
     open: int = 0  # answers under way
     most_open: int = 0
     stop: Callable[[], None] = lambda: None
@@ -82,6 +83,8 @@ class Server:
                     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(text) + text)
                     writer.close()
                     return
+                elif self.refuses_with:
+                    reply(writer, {"error": {"message": "not this time"}}, self.refuses_with)
                 elif not body.get("stream"):
                     self.whole.append(body)
                     if "ignore_eos" in body and self.asked["knows nothing"]:

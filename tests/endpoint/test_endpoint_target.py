@@ -23,7 +23,7 @@ from megatoken.datasets.requests import ChatRequest
 from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.engine.request import Request
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import RequestError, UsageError
+from megatoken.errors import MegatokenError, RequestError, UsageError
 from megatoken.harness.progress import Progress
 from megatoken.runs.run import Verdict, read_run
 from megatoken.targets import SampleEvent
@@ -283,7 +283,7 @@ def test_a_server_that_is_still_starting_is_waited_for(server: Server) -> None:
         assert answered(target, prompts("fine"))[0].finish_reason == "length"
     server.starts_at = time.monotonic() + 60.0
     with (
-        pytest.raises(UsageError, match=r"503.*not ready after 0\.5 s.*start_seconds"),
+        pytest.raises(MegatokenError, match=r"503.*not ready after 0\.5 s.*start_seconds"),
         connected(server.url, start_seconds=0.5),
     ):
         pass
@@ -319,6 +319,19 @@ def test_what_cannot_be_asked_for_is_refused(server: Server, tmp_path: Path) -> 
     config = RunConfig(endpoint={"urls": server.url, "served_model": "other"})
     with pytest.raises(UsageError, match="it serves m, not other"):
         EndpointBackend(config, Progress(quiet=True)).served()
+
+
+@pytest.mark.parametrize(("status", "code"), [(401, 2), (404, 2), (500, 1)])
+def test_a_first_question_that_is_refused_is_an_error_of_the_input_unless_the_server_fails(
+    server: Server, tmp_path: Path, status: int, code: int
+) -> None:
+    server.refuses_with = status
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "quick", "max_tokens": 8}\n')
+    flags = ("--endpoint", server.url, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "runs")
+    for command in (("run",), ("sweep", "--concurrency", 1)):
+        found, _, err = call_here(*command, *flags)
+        assert found == code, err
+        assert err.endswith(f"megatoken: --endpoint {server.url}: HTTP {status}: not this time\n")
 
 
 def test_what_a_server_has_chosen_itself_is_refused_in_one_line(server: Server, tmp_path: Path) -> None:

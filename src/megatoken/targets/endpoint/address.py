@@ -85,6 +85,11 @@ class AnswerError(MegatokenError):
         super().__init__(message)
         self.status = status
 
+    def ends_command(self, advice: str = "") -> MegatokenError:
+        """The error to end with: of the server if it failed (HTTP 5xx), else of the address, key or model given."""
+        kind = MegatokenError if self.status is not None and self.status >= 500 else UsageError
+        return kind(f"--endpoint {self}{advice}")
+
 
 def read_key(file: Path | None) -> str | None:
     """The API key in a file. Raises UsageError, without the key."""

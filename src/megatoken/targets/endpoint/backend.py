@@ -82,7 +82,7 @@ class EndpointBackend:
             yield self
 
     def served(self) -> ServedModel:
-        """What the first server lists, after a check that the others list it too. Raises UsageError."""
+        """What the first server lists, after a check that the others list it too. Raises MegatokenError."""
         if self._served is None:
             wanted = self._config.endpoint.served_model
             for at, address in enumerate(self._addresses):
@@ -91,7 +91,7 @@ class EndpointBackend:
                 except AnswerError as error:
                     if error.status in (404, 405) and wanted is not None:
                         continue  # it has no list
-                    raise UsageError(f"--endpoint {error}") from None
+                    raise error.ends_command() from None
                 if wanted is None and not listed:
                     raise UsageError(f"--endpoint {address.url}: it lists no model; give --served-model")
                 wanted = wanted if wanted is not None else next(iter(listed))
@@ -112,7 +112,7 @@ class EndpointBackend:
 
     @contextmanager
     def load(self) -> Iterator[EndpointTarget]:
-        """Asks the server what it knows, and starts the client processes. Raises UsageError if it does not answer."""
+        """Asks the server what it knows, and starts the client processes. Raises MegatokenError without an answer."""
         config, endpoint, served = self._config, self._config.endpoint, self.served()
         self._reporter.stage(f"asking {self._addresses[0].name} for a first answer")
         asking = self._probe(served.name)
@@ -222,7 +222,7 @@ class EndpointBackend:
         """The answer, once a server that is still starting, and says so with status 503, has become ready.
 
         Raises:
-            UsageError: it is not ready after ``start_seconds``.
+            MegatokenError: it is not ready after ``start_seconds``.
             AnswerError: it gives another answer.
         """
         longest = self._config.endpoint.start_seconds
@@ -234,10 +234,8 @@ class EndpointBackend:
                 if error.status != STARTING:
                     raise
                 if time.monotonic() > deadline:
-                    raise UsageError(
-                        f"--endpoint {error}; not ready after {longest:g} s: look at its log, or raise"
-                        " --endpoint.start_seconds"
-                    ) from None
+                    advice = f"; not ready after {longest:g} s: look at its log, or raise --endpoint.start_seconds"
+                    raise error.ends_command(advice) from None
                 if not reported:
                     self._reporter.stage(f"waiting for {address.name} to be ready, at most {longest:g} s")
                     reported = True
@@ -258,12 +256,12 @@ class EndpointBackend:
             return asking
         except AnswerError as error:
             if error.status not in WRONG_FIELD:
-                raise UsageError(f"--endpoint {error}") from None
+                raise error.ends_command() from None
         plainly = Asking(name, False, self._returns_ids)
         try:
             self._try(plainly, ids=ids)
         except AnswerError as error:
-            raise UsageError(f"--endpoint {error}") from None
+            raise error.ends_command() from None
         return plainly
 
     def _try(self, asking: Asking, *, ids: bool = False) -> Answer:
