@@ -79,9 +79,9 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return new_engine(overlap=request.param)
 
 
-def guided(seed: int, grammar: Grammar, **options: object) -> Request:
+def guided(seed: int, grammar: Grammar, tokens: int = 40, **options: object) -> Request:
     sampling = options.pop("sampling", Sampling(seed % 3, seed=seed, top_p=0.95, repetition_penalty=1.05))
-    return Request(f"Write down number {seed}.", 40, sampling, grammar=grammar, **options)
+    return Request(f"Write down number {seed}.", tokens, sampling, grammar=grammar, **options)
 
 
 def test_answers_match_their_grammars_and_neighbours_do_not_notice(engine: Engine) -> None:
@@ -285,9 +285,8 @@ def test_an_answer_begins_after_a_thought_with_a_limit(
 
     def generated(most: int, bias: dict[int, float]) -> list[int]:
         grammar = replace(answer, thought=Thought(9, begin, most))
-        return engine.generate([guided(3, grammar, sampling=Sampling(logit_bias=bias | {2: 50.0, 9: -50.0}))])[
-            0
-        ].token_ids
+        sampling = Sampling(logit_bias=bias | {2: 50.0, 9: -50.0})
+        return engine.generate([guided(3, grammar, most + 10, sampling=sampling)])[0].token_ids
 
     assert engine.tokenizer is not None
     for most in (0, 1, 5):

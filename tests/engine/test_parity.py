@@ -128,8 +128,11 @@ def check(engine: Engine, model: PreTrainedModel, prompts: list[list[int]], leng
 # Tokens
 
 
+# By default every architecture, rotation, bias, engine and stored type, and the narrowest and widest heads.
 @pytest.mark.parametrize(
-    "number", range(len(CHECKPOINTS)), ids=lambda number: "-".join(map(str, CHECKPOINTS[number][:4]))
+    "number",
+    [*(1, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 19), *every(0, 2, 3, 4, 10, 14, 15, 18, 20)],
+    ids=lambda number: "-".join(map(str, CHECKPOINTS[number][:4])),
 )
 def test_greedy_tokens_are_those_of_transformers(number: int, near_ties: list[int], tmp_path: Path) -> None:
     architecture, heads, kv_heads, head_dim, hidden, vocabulary, shards, stored, others = CHECKPOINTS[number]

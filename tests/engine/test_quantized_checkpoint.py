@@ -20,7 +20,7 @@ from quantized_checkpoints import LAYOUTS, MODELOPT_CACHE, Quantized, modelopt, 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from examples import examples
+from examples import every, examples
 from megatoken.engine import Engine, EngineConfig, tensor_files
 from megatoken.engine.checkpoint import Checkpoint, open_model
 from megatoken.engine.memory import weight_bytes
@@ -69,17 +69,23 @@ def some_prompts(*lengths: int) -> list[list[int]]:
 # Answers
 
 
+ERRORS = {"fp32": (5e-6, 1e-6), "bf16": (0.08, 0.01), "fp8": (IN_FP8_LARGEST, IN_FP8_TYPICAL)}
+ROUNDED = ("bf16", "fp8")
+
+
 @pytest.mark.parametrize(
-    ("precision", "largest_error", "typical_error"),
-    [("fp32", 5e-6, 1e-6), ("bf16", 0.08, 0.01), ("fp8", IN_FP8_LARGEST, IN_FP8_TYPICAL)],
+    ("quantized", "precision"),
+    [
+        (layout, precision)
+        for number, layout in enumerate(LAYOUTS)
+        for precision in ("fp32", ROUNDED[number % 2], *every(ROUNDED[1 - number % 2]))
+    ],
+    indirect=["quantized"],
 )
 def test_logits_are_those_of_the_weights_that_are_meant(
-    quantized: Quantized,
-    precision: str,
-    largest_error: float,
-    typical_error: float,
-    monkeypatch: pytest.MonkeyPatch,
+    quantized: Quantized, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    largest_error, typical_error = ERRORS[precision]
     engine = Engine(quantized.directory, EngineConfig(precision=precision, max_batched_tokens=24, cache_tokens=256))
     errors = []
     for prompt in some_prompts(1, 40):
