@@ -141,6 +141,12 @@ def test_a_list_of_tokens_beyond_the_context_is_refused(server: Served) -> None:
     assert (error["param"], error["code"]) == ("tokens", "context_length_exceeded")
 
 
+def test_a_token_that_the_model_does_not_have_is_refused(server: Served) -> None:
+    reply = server.post("/detokenize", {"tokens": [5, 99_999_999, 6]})
+    assert (reply.status, reply.error["param"]) == (400, "tokens")
+    assert reply.error["message"].startswith("tokens: token id 99999999 is outside the vocabulary of ")
+
+
 def test_other_fields_that_are_refused_or_accepted(server: Served) -> None:
     assert text(server, suffix="end").error["param"] == "suffix"
     assert server.post("/v1/responses", {"input": "?", "max_tokens": 3}).error["param"] == "max_tokens"
@@ -235,7 +241,7 @@ def test_truncated_prompts(server: Served) -> None:
 
 def test_prompts_that_are_empty_or_outside_the_vocabulary(server: Served) -> None:
     assert text(server, prompt=[3072]).error["param"] == "prompt"
-    assert "outside the vocabulary of 3,072" in text(server, prompt=[3072]).error["message"]
+    assert "prompt: token id 3072 is outside the vocabulary of 3,072" in text(server, prompt=[3072]).error["message"]
     assert text(server, prompt="", add_special_tokens=False).error["message"].startswith("the prompt is empty")
     assert text(server, prompt=[]).status == 400
     assert text(server, prompt=["a"] * 9, n=128).error["param"] == "n"

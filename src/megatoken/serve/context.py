@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -158,11 +158,7 @@ class ApiContext:
             token_ids = token_ids[-keep:]
         if not token_ids:
             raise ApiError("the prompt is empty; give at least one token", param=param)
-        if max(token_ids) >= self.model.vocabulary_size:
-            largest = max(token_ids)
-            raise ApiError(
-                f"token id {largest} is outside the vocabulary of {self.model.vocabulary_size:,}", param=param
-            )
+        self.check_known(token_ids, param)
         room = max_tokens or 1
         if len(token_ids) + room > longest:
             answer = "one token" if max_tokens is None else f"max_tokens of {max_tokens:,}"
@@ -173,6 +169,13 @@ class ApiContext:
                 code="context_length_exceeded",
             )
         return token_ids
+
+    def check_known(self, token_ids: Iterable[int], param: str) -> None:
+        """Refuses ids that the model does not have. Raises ApiError, which names the largest and the field."""
+        largest = max(token_ids, default=-1)
+        if largest >= self.model.vocabulary_size:
+            size = self.model.vocabulary_size
+            raise ApiError(f"{param}: token id {largest} is outside the vocabulary of {size:,}", param=param)
 
 
 def grammar_of(body: GenerationFields) -> tuple[Grammar | None, str]:
@@ -214,9 +217,7 @@ def engine_requests(
                 "tool call, thinking_token_budget); leave one of them out",
                 param=name,
             )
-    size = api.model.vocabulary_size
-    if outside := [one for one in body.stop_token_ids if one >= size]:
-        raise ApiError(f"stop_token_ids: {outside[0]} is outside the vocabulary of {size:,}", param="stop_token_ids")
+    api.check_known(body.stop_token_ids, "stop_token_ids")
     if len(prompts) * body.n > MOST_REQUESTS:
         raise ApiError(
             f"prompts times n is {len(prompts) * body.n:,}; at most {MOST_REQUESTS:,} are allowed", param="n"

@@ -93,6 +93,7 @@ async def detokenize(api: ApiContext, exchange: Exchange) -> None:
             param="tokens",
             code="context_length_exceeded",
         )
+    api.check_known(body.tokens, "tokens")
     stream = TextStream(api.tokenizer, keep_special=True)
     text = ""
     for start in range(0, len(body.tokens), PART_TOKENS):
