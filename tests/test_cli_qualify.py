@@ -23,11 +23,12 @@ def test_a_qualification_prints_the_answer_and_saves_document_and_page(tmp_path:
     assert "<html" in out_file.with_suffix(".html").read_text()
     assert not [path for path in tmp_path.iterdir() if path.name != "new"]  # the disk's file is gone
 
-    again = ("--json", "--out", tmp_path / "again.json")
+    again = ("--json", "--out", out_file.parent)
     code, out, err = call_here("qualify", "--tests", "facts", "--baseline", out_file, *again)
     assert code == 0
     values = [value for test in json.loads(out)["tests"] for value in test["values"]]
     assert [value["verdict"] for value in values] in (["PASS"], ["MARGINAL"], ["NOT RUN"])
+    assert (out_file.parent / "qualify.json").is_file() and (out_file.parent / "qualify.html").is_file()
 
 
 @pytest.mark.parametrize(

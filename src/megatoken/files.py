@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,25 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, movable: bo
 def write_text(path: Path, text: str, *, movable: bool = True) -> None:
     """Replace ``path`` by ``text`` in one step; StorageError when the disk refuses, ``movable`` as for that."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), movable=movable)
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse an output folder before the work whose results would go there.
+
+    Makes and removes a folder in the nearest parent that exists, because permissions alone are not enough to know.
+
+    Raises:
+        StorageError: with the system's reason.
+    """
+    for nearest in (folder, *folder.absolute().parents):
+        try:
+            Path(tempfile.mkdtemp(prefix=".megatoken-", dir=nearest)).rmdir()
+            return
+        except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and not os.path.lexists(nearest):
+                continue
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise StorageError(f"{folder}: cannot write in {nearest} ({reason}); {OTHER_FOLDER}") from error
 
 
 def storage_error(path: Path, error: OSError, *, movable: bool = True) -> StorageError:

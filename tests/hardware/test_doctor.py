@@ -92,6 +92,13 @@ def test_few_open_files_and_a_full_disk_are_found(tmp_path: Path, monkeypatch: p
     assert by_code(doctor.check_system(tmp_path / "none"))["disk_space"].state == State.UNKNOWN
 
 
+def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path) -> None:
+    assert by_code(doctor.check_system(tmp_path / "new"))["folder_writable"].state == State.OK
+    assert not list(tmp_path.iterdir())
+    found = by_code(doctor.check_system(Path("/proc")))["folder_writable"]  # not even root can make a folder there
+    assert found.state == State.FIX and "cannot write in /proc" in found.message
+
+
 @pytest.mark.parametrize(("answer", "state"), [(0, "OK"), (5, "FIX"), (-1, "UNKNOWN")])
 def test_a_clock_that_is_not_synchronised_is_found(
     answer: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,3 +211,8 @@ def test_the_command_prints_what_to_fix_first(tmp_path: Path) -> None:
     assert states == sorted(states, key=["FIX", "UNKNOWN", "OK"].index)
     _, out, _ = call_here("doctor", "--out", tmp_path)
     assert out.splitlines()[-1].startswith("OK ")
+
+
+def test_a_run_takes_no_folder_to_examine(tmp_path: Path) -> None:
+    code, _, err = call_here("doctor", tmp_path, "--out", tmp_path)
+    assert code == 2 and "give RUN or --out, not both" in err

@@ -34,9 +34,9 @@ def qualify(
     ] = None,
     of: Annotated[Path | None, flag("FILE", "Compare this qualify.json, and test nothing.")] = None,
     disk: Annotated[Path, flag("DIR", "Folder whose disk is tested.")] = Path(),
-    out: Annotated[Path, flag("FILE", "File for the JSON document; its HTML page goes next to it.")] = Path(
-        "qualify.json"
-    ),
+    out: Annotated[
+        Path, flag("FILE", "File for the JSON document, or a folder; its HTML page goes next to it.")
+    ] = Path("qualify.json"),
     json_only: Json = False,
 ) -> int:
     """Test whether this machine is healthy. Compares it with bounds, published values and an earlier qualification."""
@@ -67,6 +67,8 @@ def qualify(
     if not disk.is_dir():
         raise UsageError(f"--disk {disk}: no such folder; name a folder on the disk to test")
     setting = replace(SETTINGS[device][full], folder=disk)
+    if out.is_dir():
+        out = out / "qualify.json"
     if baseline is not None and baseline.resolve() == out.resolve():
         raise UsageError(f"--baseline {baseline}: the new result would replace it; give another file with --out")
     check_place(out, "qualify")
@@ -110,7 +112,7 @@ def doctor(
     run: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="A run folder: say why the run was slow.", show_default=False)
     ] = None,
-    folder: Annotated[Path, flag("DIR", "Folder for runs, whose disk is examined.", "--out")] = Path(),
+    folder: Annotated[Path | None, flag("DIR", "Folder for runs to examine. Default: this one.", "--out")] = None,
     json_only: Json = False,
 ) -> int:
     """List what slows this machine or a run, and the fix.
@@ -119,10 +121,12 @@ def doctor(
     """
     from megatoken.text import count_of
 
+    if run is not None and folder is not None:
+        raise UsageError("--out: the folder for runs to examine; give RUN or --out, not both")
     if run is None:
         from megatoken.hardware.doctor import examine
 
-        document = examine(folder)
+        document = examine(folder or Path())
     else:
         from megatoken.analysis.diagnosis import diagnosis
         from megatoken.runs.run import read_run

@@ -13,12 +13,13 @@ from enum import StrEnum
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import psutil
 
-from megatoken.errors import how_to_install
-from megatoken.files import new_document
+from megatoken.errors import StorageError, how_to_install
+from megatoken.files import check_writable, new_document
 from megatoken.hardware.inventory import cpu, memory, multiplies_bf16
 from megatoken.hardware.nvml import (
     HARMFUL_REASONS,
@@ -109,6 +110,7 @@ def check_system(folder: Path) -> Iterator[Finding]:
     yield _huge_pages()
     yield _open_files()
     yield _disk(folder)
+    yield _writable(folder)
     yield _clock()
 
 
@@ -224,6 +226,15 @@ def _disk(folder: Path) -> Finding:
         message = f"{free / 1e9:.1f} GB are free in {folder.resolve()}; runs and checkpoints may not fit"
         return fix(code, message, f"du -xh {folder.resolve()} | sort -h | tail")
     return ok(code, f"{free / 1e9:,.0f} GB are free in {folder.resolve()}")
+
+
+def _writable(folder: Path) -> Finding:
+    code = "folder_writable"
+    try:
+        check_writable(folder)
+    except StorageError as error:
+        return fix(code, str(error), f"ls -ld {quote(str(folder))}; findmnt -T {quote(str(folder))}")
+    return ok(code, f"runs can be written in {folder.resolve()}")
 
 
 def _clock() -> Finding:

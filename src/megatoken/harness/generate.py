@@ -16,9 +16,10 @@ from megatoken.engine.request import Request
 from megatoken.engine.text_stream import TextStream
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError, RequestError, StorageError
-from megatoken.files import storage_error, write_text
-from megatoken.harness.prepare import check_writable, tokenizer_warnings
+from megatoken.files import check_writable, storage_error, write_text
+from megatoken.harness.prepare import tokenizer_warnings
 from megatoken.harness.progress import Progress
+from megatoken.runs.seal import refuse_sealed
 from megatoken.targets import SampleEvent, Target
 from megatoken.targets.backend import Backend, ServedModel
 from megatoken.targets.factory import open_backend
@@ -147,6 +148,7 @@ def _check_files(prompts: Path, out: Path) -> tuple[Path, Path]:
         raise StorageError(
             f"{prompts}: these are the prompts, which the answers would replace; choose another file with --out"
         )
+    refuse_sealed(out.parent)
     check_writable(out.parent)
     return out, partial
 

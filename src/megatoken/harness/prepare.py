@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -30,8 +28,8 @@ from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.request import Request
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import CapacityError, StorageError, UsageError
-from megatoken.files import plain, redact
+from megatoken.errors import CapacityError, UsageError
+from megatoken.files import check_writable, plain, redact
 from megatoken.hardware.host_sensors import read_meter
 from megatoken.hardware.inventory import multiplies_bf16
 from megatoken.harness.loadgen_plan import (
@@ -151,6 +149,7 @@ def prepare(config: RunConfig, backend: Backend, *, brings_requests: bool = Fals
     check_benchmark(config)
     if find_spec("mlperf_loadgen") is None:
         raise UsageError("LoadGen is not installed, which every run needs: pip install mlcommons-loadgen")
+    refuse_sealed(config.out)
     check_writable(config.out)
     if config.power_meter is not None:
         read_meter(config.power_meter)
@@ -281,29 +280,6 @@ def _threads(config: RunConfig) -> int | None:
     import torch
 
     return torch.get_num_threads()
-
-
-def check_writable(folder: Path) -> None:
-    """Refuses an output folder now rather than after minutes of loading.
-
-    Makes and removes a folder in the nearest parent that exists, because permissions alone are not enough to know.
-
-    Raises:
-        StorageError: with the system's reason.
-        UsageError: the folder is sealed.
-    """
-    refuse_sealed(folder)
-    for nearest in (folder, *folder.absolute().parents):
-        try:
-            Path(tempfile.mkdtemp(prefix=".megatoken-", dir=nearest)).rmdir()
-            return
-        except (OSError, ValueError) as error:
-            if isinstance(error, FileNotFoundError) and not os.path.lexists(nearest):
-                continue
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise StorageError(
-                f"{folder}: cannot write in {nearest} ({reason}); choose another folder with --out"
-            ) from error
 
 
 def _loadgen_version() -> str:
