@@ -10,6 +10,7 @@ import pytest
 
 from accuracy_files import write_log
 from cli_support import call_here, write_lines
+from examples import every
 from megatoken.audit import Severity, audit
 from megatoken.datasets.references import HELD_OUT
 from megatoken.mlperf.compliance import TEST06_RECORDS
@@ -57,7 +58,7 @@ def offline_run(originals: Callable[[str], tuple[int, Path]], tmp_path: Path) ->
     return Path(shutil.copytree(run, tmp_path / run.name))
 
 
-@pytest.mark.parametrize("scenario", OF_THE_MODEL)
+@pytest.mark.parametrize("scenario", ["offline", "server", *every("singlestream")])
 def test_the_model_that_ships_passes(
     originals: Callable[[str], tuple[int, Path]], tmp_path: Path, scenario: str
 ) -> None:

@@ -19,7 +19,7 @@ from megatoken.errors import UsageError
 from megatoken.runs.run import Verdict, read_run
 from stated_fields import unstated_fields
 
-ROWS = 128  # of 2,048, which take minutes on a busy core
+ROWS = 64  # of 2,048, which take minutes on a busy core
 LETTERS = 60  # of the longest answer among them
 FEW_ROWS = 8  # show an error that every answer suffers from
 QUICK = ("--mode", "accuracy", "--warm-up", 0.1, "--engine.threads", 1, "--engine.device", "cpu")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from engines import assert_idle, drain, make_engine, request
 
+from examples import every
 from megatoken.engine import (
     Engine,
     EngineConfig,
@@ -277,7 +278,11 @@ def test_equal_grammars_are_compiled_once(engine: Engine) -> None:
         (Grammar(GrammarKind.ANY), ".*"),
     ],
 )
-@pytest.mark.parametrize("begin", [None, 7])
+@pytest.mark.parametrize(
+    ("engine", "begin"),
+    [(False, None), (True, 7), *every((False, 7), (True, None))],
+    indirect=["engine"],
+)
 def test_an_answer_begins_after_a_thought_with_a_limit(
     engine: Engine, answer: Grammar, form: str, begin: int | None
 ) -> None:

@@ -152,7 +152,7 @@ def test_what_cannot_be_a_rack() -> None:
 def test_the_overhead_of_published_software_is_that_of_one_verified_result() -> None:
     assert rate_of(published("GB200", "fp4", 3584), 273.32, 3000) == pytest.approx(GB200_5_1_0008, rel=0.015)
     bare = replace(published("GB200", "fp4", 3584), seconds_per_sequence=0.0)
-    assert rate_of(bare, 273.32, 1500) > 1.1 * GB200_5_1_0008
+    assert rate_of(bare, 273.32, 600) > 1.1 * GB200_5_1_0008
     assert SECONDS_PER_SEQUENCE["megatoken"] == 0
 
 
