@@ -133,6 +133,7 @@ def test_a_file_that_the_seal_does_not_know_does_not_break_the_results(folder):
     by_id = {one["id"]: one for one in document["findings"]}
     assert by_id["run_folder.sealed"]["severity"] == "pass"
     assert by_id["run_folder.unsealed"]["severity"] == "warn"
+    assert "added later, so not sealed: .DS_Store" in by_id["run_folder.sealed"]["found"]
     assert "added, and not part of what was sealed: .DS_Store;" in by_id["run_folder.unsealed"]["found"]
 
 
@@ -143,7 +144,7 @@ def test_the_console_of_an_audit_says_who_signed(folder, tmp_path):
     assert "Seal:" not in call_here("audit", folder)[1]
     document = seal(folder, key)
     shown = call_here("audit", folder)[1]
-    assert f"Seal: nothing changed since {document['sealed_at']}; signed by {document['public_key']}." in shown
+    assert f"Seal: no sealed file changed since {document['sealed_at']}; signed by {document['public_key']}." in shown
     (folder / "config.yaml").write_text("engine: {}\n")
     assert "Seal: changed: config.yaml." in call_here("audit", folder)[1]
 

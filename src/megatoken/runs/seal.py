@@ -45,6 +45,12 @@ class SealState:
         return not (self.changed or self.removed) and self.signature is not False
 
     @property
+    def kept(self) -> str:
+        """Of a folder that is whole: since when, and which files the seal does not cover."""
+        found = f"no sealed file changed since {self.sealed_at}"
+        return f"{found}; added later, so not sealed: {named(self.added)}" if self.added else found
+
+    @property
     def problems(self) -> str:
         """What differs from the seal, in one line; empty if nothing does."""
         groups = {"changed": self.changed, "added": self.added, "removed": self.removed}

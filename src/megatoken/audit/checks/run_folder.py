@@ -220,9 +220,9 @@ def sealed(state: SealState, where: tuple[Where, ...]) -> Outcome:
     """A signature that cannot be checked here is unknown."""
     if not state.whole:
         return outcome(False, AS_SEALED, shown(state.problems), where)
-    found = f"nothing changed since {state.sealed_at}"
+    found = state.kept
     if state.public_key is None:
-        return outcome(True, AS_SEALED, f"{found}; not signed, so anyone could have sealed it", where)
+        return outcome(True, AS_SEALED, shown(f"{found}; not signed, so anyone could have sealed it"), where)
     if state.signature is None:
         return Outcome(Severity.UNKNOWN, AS_SEALED, shown(f"{found}; signature not checked: {state.unchecked}"), where)
     return outcome(True, AS_SEALED, shown(f"{found}; signed by {state.public_key}"), where)
