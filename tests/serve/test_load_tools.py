@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from serving import REFERENCE_MODEL, Served
 
+from cli_support import call_here, write_lines
+
 pytestmark = pytest.mark.timing  # what these tools wait for, and for how long, is their own
 
 ROOT = Path(__file__).parents[2]
@@ -128,3 +130,14 @@ def test_locust(tool: Run, server: Served, tmp_path: Path) -> None:
     tool("locust", "--headless", "--users", "2", "--run-time", "4s", "--host", server.url, "--csv", "out")
     [*_, total] = csv.DictReader((tmp_path / "out_stats.csv").read_text().splitlines())
     assert total["Name"] == "Aggregated" and int(total["Request Count"]) > 0 and total["Failure Count"] == "0"
+
+
+def test_our_own_replays_a_trace_on_a_server_of_a_known_model(server: Served, tmp_path: Path) -> None:
+    lines = ({"timestamp": 40 * at, "input_length": 30, "output_length": 2, "hash_ids": [0]} for at in range(30))
+    trace = write_lines(tmp_path / "trace.jsonl", *lines)
+    flags = ("sweep", "--endpoint", f"{server.url}/v1", "--trace", trace, "--endpoint.processes", 1)
+    code, out, err = call_here(*flags, "--warm-up", 0.3, "--settle", 0.2, "--out", tmp_path, "--json")
+    assert code == 0, out + err
+    [point] = json.loads(out)["points"]
+    assert point["kind"] == "speed" and point["requests_completed"] == point["requests"] > 20
+    assert point["input_tokens_per_request"] == 30 and point["output_tokens_per_request"] == 2

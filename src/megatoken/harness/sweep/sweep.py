@@ -59,11 +59,12 @@ def run_sweep(
     """
     if isinstance(plan, SweepPlan) and plan.trace is not None:
         model = prepared.model
-        if model.shape is None or model.memory is None:
+        if model.shape is None or model.prompts == "text" or model.max_length is None:
             raise UsageError(
-                "--trace: prompts are random token ids, and this target takes text; replay it on an engine"
+                "--trace: prompts are random token ids, and this server is asked in text; give the model that it "
+                "serves (--model DIR or SHAPE), and --endpoint.api completions"
             )
-        sizes = {"vocabulary_size": model.shape.vocabulary_size, "max_length": model.memory.max_length}
+        sizes = {"vocabulary_size": model.shape.vocabulary_size, "max_length": model.max_length}
         prepared = replace(prepared, data_set=plan.trace.dataset(**sizes, seed=config.seed))
     progress.stage(f"warming up for {config.warm_up_seconds:g} s")
     first = next(plan.loads(1.0))
