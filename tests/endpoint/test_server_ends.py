@@ -118,6 +118,7 @@ def test_requests_that_a_living_server_refuses_are_no_failure_of_the_server(tmp_
     assert code == 3 and failed["answered"] and failed["server"] is None
     line = next(line for line in out.splitlines() if line.startswith("  REQUESTS_FAILED"))
     assert "no room" in line and "SERVER_FAILED" not in out
+    assert "LoadGen result: VALID (LoadGen counts a failed sample as answered)" in out
     assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []
 
 

@@ -200,6 +200,9 @@ def test_a_window_shorter_than_an_answer_judges_nothing(runs: list[Run], capsys:
     assert [one["answer"] for one in document["points"][0]["limits"]] == ["CANNOT TELL"] * 2
     assert document["found"]["highest_within_limits"] is None
     assert "unknown at load 1: no request that came in the window ended; raise --window" in str(document["notes"])
+    load["stage"] = {"first": 1, "last": 1}
+    (staged,) = summarise_sweep([replace(short, result={**short.result, "load": load})], "staged")["points"]
+    assert staged["unjudged"].endswith("; give the stage more seconds, LOAD@SECONDS")
     show(checked(document))
     out = capsys.readouterr().out
     assert "Within your limits: not known" in out and "unknown" in out and "at no load" not in out

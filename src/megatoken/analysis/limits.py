@@ -35,7 +35,6 @@ _UNITS = {"output_tokens_per_second": "tokens/s", "samples_per_second": "samples
 DOLLARS = "dollars_per_request"
 SHORTCUTS = {"ttft_limit_seconds": "ttft_seconds.p99", "tpot_limit_seconds": "tpot_seconds.p99"}  # older keys
 SECONDS_PER_HOUR = 3600.0
-NONE_ENDED = "no request that came in the window ended; raise --window"
 
 
 class Answer(StrEnum):
@@ -180,6 +179,12 @@ def none_ended(samples: Samples, tokens: SeenTokens, start: float, end: float) -
     return bool(under_way.all()) and tokens.within(start, end) > 0
 
 
+def why_unjudged(load: Mapping[str, Any]) -> str:
+    """Why a window in which no request ended shows no latency, and which flag of the sweep makes it longer."""
+    longer = "give the stage more seconds, LOAD@SECONDS" if "stage" in load else "raise --window"
+    return f"no request that came in the window ended; {longer}"
+
+
 def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
     result, samples = run.result, Samples.of(run.requests)
     counted: NDArray[np.bool_] = np.ones(len(samples), bool)
@@ -209,7 +214,7 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
         why = "all samples of Offline are due at once, so no user waits like this; measure with --scenario server"
         latencies |= dict.fromkeys(FROM_THE_QUERY, why)
     if window and none_ended(samples, tokens, *window):
-        latencies |= dict.fromkeys(LATENCIES, NONE_ENDED)
+        latencies |= dict.fromkeys(LATENCIES, why_unjudged(result["load"]))
         rates["samples_per_second"] = None
     scores = (result.get("accuracy") or {}).get("metrics") or {}
     return _Observed(latencies, rates, scores, dollars_per_hour, run.verdict is Verdict.INTERRUPTED)

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatoken.analysis.energy import run_energy
 from megatoken.analysis.goodput import goodput
-from megatoken.analysis.limits import NONE_ENDED, asked_limits, judge_limits, limit_documents, none_ended
+from megatoken.analysis.limits import asked_limits, judge_limits, limit_documents, none_ended, why_unjudged
 from megatoken.analysis.machine import run_accelerators
 from megatoken.analysis.seen_tokens import SeenTokens
 from megatoken.analysis.series import Floats, numbers
@@ -86,7 +86,7 @@ def point_figures(run: Run) -> dict[str, Any]:
         **({"stage": load["stage"]} if "stage" in load else {}),
         "window_seconds": [start, end],
         **(steady | {"steady": None} if unjudged else steady),
-        "unjudged": NONE_ENDED if unjudged else None,
+        "unjudged": why_unjudged(load) if unjudged else None,
         "ended_by": load["ended_by"],
         "requests": len(inside),
         "requests_completed": len(done),

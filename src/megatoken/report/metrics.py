@@ -95,9 +95,10 @@ def names_mlperf(run: Run) -> bool:
 
 
 def loadgen_result(run: Run) -> str:
-    """LoadGen's own verdict; empty without one."""
+    """LoadGen's own verdict, with why it can be VALID of a run with failed samples; empty without one."""
     verdict = run.result.get("loadgen_validity")
-    return f"LoadGen result: {verdict}" if verdict in ("VALID", "INVALID") else ""
+    why = " (LoadGen counts a failed sample as answered)" if run.result.get("samples_failed") else ""
+    return f"LoadGen result: {verdict}{why if verdict == 'VALID' else ''}" if verdict in ("VALID", "INVALID") else ""
 
 
 def on_prediction(run: Run) -> str:
