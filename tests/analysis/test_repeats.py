@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.analysis.repeats import are_repeats, interval, summarise_repeats
+from megatoken.analysis.repeats import are_repeats, check_repeats, interval, summarise_repeats
+from megatoken.errors import UsageError
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Verdict
 from run_folders import run_folder
@@ -110,3 +111,17 @@ def test_runs_of_other_lengths_are_not_repeats(runs, key):
     assert not are_repeats([runs[0], longer])
     source = {"source": {"revision": "abc", "modified": False}}
     assert not are_repeats([runs[0], replace(runs[1], environment={**runs[1].environment, **source})])
+
+
+def test_loads_of_a_sweep_are_no_repeats_of_each_other(runs):
+    """Nothing else in their folders differs."""
+
+    def loaded(run, value, neighbour=None):
+        load = {"kind": "concurrency", "value": value, "neighbour": neighbour}
+        return replace(run, result={**run.result, "load": load})
+
+    one, other = loaded(runs[0], 1.0), loaded(runs[1], 1.0)
+    assert are_repeats([one, other])
+    assert not are_repeats([one, loaded(runs[1], 1.0, {"flags": "--rates 4"})])
+    with pytest.raises(UsageError, match="003 is not a repeat of 001: load is concurrency 4, not concurrency 1"):
+        check_repeats([one, other, loaded(runs[2], 4.0)], "sweep")

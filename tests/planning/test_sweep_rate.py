@@ -122,6 +122,18 @@ def test_plans_take_a_sweep_and_name_its_point(command: tuple[str, ...], tmp_pat
     assert rate["value"] == pytest.approx(8 / 0.018)
 
 
+@pytest.mark.parametrize("given", [".", "sweep.json"])
+def test_a_sweep_given_as_the_run_is_planned_with_as_a_sweep(given: str, tmp_path: Path) -> None:
+    """Else the rate would be the mean of its loads."""
+    (tmp_path / "sweep.json").write_text(json.dumps(CURVE))
+    limits = ("--ttft-limit", 10, "--tpot-limit", 0.05, "--percentile", "p90", "--json")
+    plans = [call_here("plan", "capacity", *of, *limits)[1] for of in ((tmp_path / given,), ("--sweep", tmp_path))]
+    results = [json.loads(plan)["results"] for plan in plans]
+    assert [one["value"] for one in results[0]] == [one["value"] for one in results[1]]
+    assert next(one for one in results[0] if one["name"] == "Load of the sweep")["value"] == 16
+    assert call_here("plan", "capacity", tmp_path, "--sweep", tmp_path)[0] == 2
+
+
 def test_users_follow_the_limits(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(CURVE))
     users = []

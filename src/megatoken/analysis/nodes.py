@@ -198,9 +198,9 @@ def _repeats(rows: Sequence[NodeRow]) -> UsageError:
     shown = ", ".join(f"{name_of(Path(row.source)) if row.source else '-'} {_when(row)}" for row in rows[:3])
     shown += ", ..." if len(rows) > 3 else ""
     return UsageError(
-        f"{len(rows)} runs of node {rows[0].node} {verb} at the same time ({shown}): they are repeats, whose rates do"
-        " not add up. Give one run of each node, use megatoken report FOLDER for their mean, or megatoken compare"
-        " FOLDER OTHER"
+        f"{len(rows)} runs of node {rows[0].node} {verb} at the same time ({shown}): they are repeats, or loads of"
+        " a sweep, whose rates do not add up. Give one run of each node, use megatoken report FOLDER for their mean, or"
+        " megatoken compare FOLDER OTHER"
     )
 
 

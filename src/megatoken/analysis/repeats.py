@@ -76,9 +76,10 @@ def are_repeats(runs: Sequence[Run]) -> bool:
 
 def setting(run: Run) -> dict[str, Any]:
     """What repeats of one test have in common; ``samples`` and ``min_duration_seconds`` as asked for."""
-    target = run.result.get("target") or {}
+    target, load = run.result.get("target") or {}, run.result.get("load")
     return {
         **{name: run.result.get(name) for name in _SETTING},
+        "load": load and f"{load['kind']} {load['value']:g}{' next to a neighbour' if load.get('neighbour') else ''}",
         **{name: run.config.get(name) for name in ("samples", "min_duration_seconds")},
         "source revision": (run.environment.get("source") or {}).get("revision"),
         "device": target.get("device"),

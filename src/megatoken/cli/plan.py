@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = group("Turn a rate into users, machines, watts and money.")
 
-_RUN = "Run folder, folder of repeats, or aggregate.json; or give --sweep or --tokens-per-second."
+_RUN = "Run folder, folder of repeats, sweep, or aggregate.json; or give --tokens-per-second."
 _OTHER_NAMES = {"settings": "--set", "factors": "--factor"}
 
 
@@ -51,7 +51,7 @@ def _made(kind: str, flags: dict[str, Any]) -> Plan:
         names = [field.name for field in fields(parts)]
         return parts(**{name: flags[name] for name in names if flags.get(name) is not None})
 
-    rate, common = part(Rate), part(Common)
+    rate, common = commands.opened(part(Rate)), part(Common)
     if kind == "capacity":
         return commands.capacity(rate, common)
     if kind == "fleet":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatoken.analysis.aggregation import SavedAggregate, read_aggregate
 from megatoken.analysis.limits import SHORTCUTS, asked_limits
 from megatoken.analysis.published import accelerator_facts, results_of
+from megatoken.analysis.sweep import SWEEP
 from megatoken.config import load_limits
 from megatoken.engine.config import SHAPES
 from megatoken.errors import UsageError
@@ -81,6 +82,14 @@ def _limit_settings(slo: Path | None, run: Path | None) -> list[str]:
     if slo is not None and not found:
         raise UsageError(f"{slo}: plans keep ttft_seconds.p99 and tpot_seconds.p99, and the file has neither")
     return found
+
+
+def opened(rate: Rate) -> Rate:
+    """The rate, with a sweep that was given as the run as its sweep: loads of a sweep are no repeats of a test."""
+    run = rate.run
+    if run is None or rate.sweep is not None or not ((run / SWEEP).is_file() or (run.name == SWEEP and run.is_file())):
+        return rate
+    return replace(rate, run=None, sweep=run)
 
 
 def capacity(rate: Rate, common: Common) -> Plan:
