@@ -99,6 +99,8 @@ def test_a_stop_signal_lets_streams_finish_and_refuses_new_ones() -> None:
         server.process.send_signal(signal.SIGTERM)
         server.wait_for_line("stopping")
         wait_until(lambda: server.ask("GET", "/health").status == 503, "health says no")
+        health = json.loads(server.ask("GET", "/health").body)
+        assert health == {"status": "draining", "message": "the server is stopping"}
         waiting.sendall(completion(5))
         (answer,) = answers(waiting.recv(65536))
         assert answer.status == 503 and int(answer.headers["retry-after"]) >= 1
@@ -113,6 +115,15 @@ def test_a_second_signal_ends_the_server_at_once() -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(ANSWER_SECONDS) == 130
         assert b"[DONE]" not in read_until_closed(stream)
+
+
+def test_answers_that_take_longer_than_the_server_waits_for_end_with_the_cause() -> None:
+    with running(*MOCK, "--drain-seconds", "0.5") as server, server.stream(1000) as stream:
+        server.process.send_signal(signal.SIGTERM)
+        data = read_until_closed(stream)
+        assert b"the server stopped before it ended this answer" in data
+        server.wait_for_line("open answers were cut off after 0.5 s (--drain-seconds)")
+        assert server.process.wait(ANSWER_SECONDS) == 0
 
 
 def test_children_end_with_a_parent_that_was_killed() -> None:

@@ -98,6 +98,7 @@ class EngineClient(asyncio.Protocol):
     def health(self) -> Health:
         """What the engine reported last; STUCK if no report came for a while."""
         if self.draining:
+            self.message = "the server is stopping"
             return Health.DRAINING
         if self._health.serves and time.monotonic() - self._heard > SILENT_SECONDS:
             self.message = f"the engine process has been silent for {SILENT_SECONDS:.0f} s"
@@ -124,8 +125,7 @@ class EngineClient(asyncio.Protocol):
             Refused: the engine does not take requests now.
         """
         if not self.health.serves or self._transport is None:
-            message = "the server is stopping" if self.draining else self.message
-            raise Refused(503, message, RETRY_AFTER_SECONDS)
+            raise Refused(503, self.message, RETRY_AFTER_SECONDS)
         request_id = self._next_id
         self._next_id += 1
         self._sinks[request_id] = sink
@@ -183,7 +183,8 @@ class EngineClient(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(Refused(503, self.message, RETRY_AFTER_SECONDS))
         self._metrics.clear()
-        failure = Unavailable("the engine stopped while it computed this answer; send the request again")
+        what = "the server stopped before it ended" if self.draining else "the engine stopped while it computed"
+        failure = Unavailable(f"{what} this answer; send the request again")
         for request_id in list(self._sinks):
             self._deliver(TokenEvent(request_id, (), FinishReason.ERROR, failure))
 

@@ -185,6 +185,8 @@ class _Supervisor:
         deadline = time.monotonic() + seconds
         while self._http and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+        if self._http and self._failure is None:
+            self._log.note(f"open answers were cut off after {seconds:g} s (--drain-seconds)")
         for child in self._children - self._http:
             child.stop()
         deadline = time.monotonic() + ERRORS_SECONDS
