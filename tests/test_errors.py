@@ -57,3 +57,11 @@ def test_everybody_says_it_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         with pytest.raises(UsageError) as caught:
             ask()
         assert str(caught.value).endswith(f"not installed; {megatoken.errors.how_to_install(extra)}")
+
+
+def test_little_is_imported_before_a_command_handles_signals() -> None:
+    """An interruption during these imports shows a traceback."""
+    source = Path(megatoken.errors.__file__).parents[1]
+    code = f"import sys; sys.path.insert(0, {str(source)!r}); import megatoken.signals; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert not {"shlex", "re", "pathlib", "contextlib"} & set(done.stdout.split())

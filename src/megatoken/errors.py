@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from enum import IntEnum
-from importlib.util import find_spec
-from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -72,6 +69,8 @@ class StorageError(MegatokenError):
 
 def need_packages(what: str, extra: str, *names: str) -> None:
     """Refuse ``what`` unless the packages of an extra are installed. Raises UsageError."""
+    from importlib.util import find_spec  # here: a command imports this file before it handles signals
+
     for name in names:
         if find_spec(name) is None:
             raise UsageError(f"{what} needs the package {name}; {how_to_install(extra)}")
@@ -79,6 +78,9 @@ def need_packages(what: str, extra: str, *names: str) -> None:
 
 def how_to_install(extra: str) -> str:
     """What to type to get an extra of this package, ``report`` for one: in a clone into the clone's own environment."""
+    import shlex
+    from pathlib import Path
+
     package = Path(__file__).resolve().parent
     clone = package.parents[1]
     if package.parent.name != "src" or not (clone / "pyproject.toml").is_file():
