@@ -346,7 +346,7 @@ def step_of(groups: StepGroups, heavy_tokens: int | None = None) -> StepPlan:
     )
 
 
-@pytest.mark.parametrize("between", [12, 40, 0])
+@pytest.mark.parametrize("between", [12, 0, *every(40)])
 def test_a_flood_rests_for_streams_that_take_less_than_their_part_of_the_time(between: int) -> None:
     """A step takes 4 ms, and 5 ms more for each answer of the flood in it, of which there are four at most.
 

@@ -85,6 +85,7 @@ def guided(seed: int, grammar: Grammar, tokens: int = 40, **options: object) -> 
     return Request(f"Write down number {seed}.", tokens, sampling, grammar=grammar, **options)
 
 
+@pytest.mark.parametrize("engine", [True, *every(False)], indirect=True)
 def test_answers_match_their_grammars_and_neighbours_do_not_notice(engine: Engine) -> None:
     """All kinds in one batch with plain, drawing and penalised neighbours; complete answers match as a whole."""
     asked = [guided(seed, GRAMMARS[seed % 5]) for seed in range(10)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engines import make_engine, request
 
-from examples import ALL
+from examples import ALL, every
 from megatoken.engine import Completion, Engine, EngineConfig, EngineThread, FinishReason, Request, Sampling
 from megatoken.engine.simulated import VirtualClock
 from megatoken.engine.thread import Step, WakeUp
@@ -36,7 +36,7 @@ def asked(directory: Path) -> tuple[list[Request], list[Completion]]:
     return requests, make_engine(directory, threads=1).generate(requests)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [True, *every(False)])
 def test_twelve_threads_get_the_answers_of_one(
     directory: Path, asked: tuple[list[Request], list[Completion]], overlap: bool
 ) -> None:

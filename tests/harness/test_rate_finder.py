@@ -73,7 +73,7 @@ def best_of_twenty_servers() -> float:
     return twenty_servers().highest_valid_rate(20.0, 130.0)
 
 
-@pytest.mark.parametrize("stalled", [0, 4, 10, *every(2, 6, 8)])
+@pytest.mark.parametrize("stalled", [0, 10, *every(2, 4, 6, 8)])
 def test_one_stalled_try_does_not_change_the_answer(stalled: int) -> None:
     target = twenty_servers(stalled)
     finder = search(target, SEED, 40.0)
