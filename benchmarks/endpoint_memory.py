@@ -61,7 +61,7 @@ def main() -> None:
             seen.add(
                 wire.Ended(
                     *(wire.END, number, due, first, last, "length", tokens, "usage", 20, -1, tokens, times.tobytes()),
-                    *((), text, 0, number, number, number % 7, 0, 5),
+                    *((), text, 0, number, number, number % 7, 0, 5, ""),
                 )
             )
             if number % 200 == 0:

@@ -171,7 +171,7 @@ class Server:
             put(" " * 4 if word == "padded" and at > 1 else f"w{at} ", None if not last else "length")
             if word == "early" and at == 1:
                 writer.write(chunk(DONE))
-        writer.write(chunk(usage(2 * count if word == "inflated" else count + (word in ("split", "dummy")))))
+        writer.write(chunk(usage(2 * count if word == "inflated" else count + (word in ("split", "dummy", "rounded")))))
         if word != "nodone":
             writer.write(chunk(DONE))
         if word != "lingers":

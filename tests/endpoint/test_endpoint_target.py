@@ -214,6 +214,19 @@ def test_what_a_server_does_is_found(server: Server) -> None:
                 assert found[code].get("answers", 10) == 10
 
 
+def test_an_answer_of_more_tokens_than_max_tokens_allows_fails_unless_only_its_end_token_is_counted_too(
+    server: Server,
+) -> None:
+    with connected(server.url) as target:
+        last = answered(target, prompts("inflated", "several", "rounded", tokens=60))
+        tokens = target.state().output_tokens
+        found = {one["code"]: dict(one) for one in target.findings(0)}
+    assert last[0].error == "the answer has 120 tokens by its usage, but max_tokens allows 60"
+    assert [last[at].output_tokens for at in (1, 2)] == [60, 61] and tokens == 121
+    assert found["OVER_MAX_TOKENS"]["answers"] == 2
+    assert found["SEVERAL_TOKENS_A_FRAME"]["tokens_per_frame"] == 121 / 75  # without the tokens that it only states
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_answers_from_a_cache_are_found(server: Server, processes: int) -> None:
     with connected(server.url, max_in_flight=processes, processes=processes) as target:

@@ -122,13 +122,25 @@ def test_requests_that_a_living_server_refuses_are_no_failure_of_the_server(tmp_
     assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []
 
 
-def test_answers_whose_tokens_cannot_be_counted_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without = SERVER.replace('"completion_tokens": 2', '"completion_tokens": 10**30')  # no count that can be true
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ("None", "add --endpoint.stream true"),
+        ("-5", "the answer's usage has -5 output tokens, which is no count"),
+        ("10**30", "the answer's usage has 1000000000000000000000000000000 output tokens, which is no count"),
+        ("10**9", "the answer has 1,000,000,000 tokens by its usage, but max_tokens allows 8"),
+    ],
+)
+def test_answers_whose_tokens_cannot_be_counted_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stated: str, said: str
+) -> None:
+    without = SERVER.replace('"completion_tokens": 2', f'"completion_tokens": {stated}')
     monkeypatch.setattr(sys.modules[__name__], "SERVER", without)
     code, out, folder, result = measure(tmp_path, "pass")
     assert code == 3 and (result["samples_completed"], result["samples_failed"]) == (0, 120)
     line = next(line for line in out.splitlines() if line.startswith("  REQUESTS_FAILED"))
-    assert "add --endpoint.stream true" in line
+    assert said in line
+    assert {note["code"] for note in result["notes"]} & {"NO_USAGE", "CUT_ANSWERS"} == set()
     assert call_here("report", folder)[0] == 0 and call_here("audit", folder)[0] == 0
 
 

@@ -54,9 +54,11 @@ class Answer:
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self.output_tokens = self.input_tokens = self.cached_tokens = -1
+        self.no_count: str | None = None  # what the usage has instead of a count of output tokens, as JSON
         self.flags = Flag(0)
         self.text_hash = self.first_piece_hash = 0
         self.done = False  # [DONE], or the API's own last event
+        self.streamed = True
         self._api = api
         self._pieces: list[str] | None = [] if keep_text else None
         self._rest = b""
@@ -131,6 +133,7 @@ class Answer:
 
     def take_body(self, body: bytes) -> None:
         """Takes an answer that is no stream. Raises BrokenAnswerError."""
+        self.streamed = False
         document = _json(body)
         if self._api == "responses":
             self._take_response(document)
@@ -234,6 +237,9 @@ class Answer:
             found = next((usage[key] for key in keys if _is_count(usage.get(key))), None)
             if found is not None:
                 setattr(self, name, found)
+            elif name == "output_tokens":
+                stated = next((usage[key] for key in keys if usage.get(key) is not None), None)
+                self.no_count = self.no_count if stated is None else _shown(json.dumps(stated).encode())
         cached = (usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}).get("cached_tokens")
         if _is_count(cached):
             self.cached_tokens = cached

@@ -28,7 +28,6 @@ from megatoken.targets.endpoint.wire import Asked, ClientSettings, Ended, Failed
 
 TEXTS_AT_FIRST, TEXTS_LATER = 256, 64  # the first answers keep their text, later every so many
 SWITCH_SECONDS = 0.0002  # Python's 5 ms would hold up a request that is due while a thread writes the run folder
-UNCOUNTED = "the answer has no usage and is no stream, so its tokens cannot be counted; add --endpoint.stream true"
 _KNOWN = {"in_flight", "waiting", "output_tokens", "processed_tokens", "replicas"}  # fields that a client knows
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -289,8 +288,10 @@ class EndpointTarget:
             if ahead_ns := self._ahead_ns(sample, ended.sent_ns, ended.last_ns):
                 ended = ended.by_our_clock(ahead_ns)
             self._release(ticket, sample)
-            if ended.counted_by == "frames" and not self._settings.stream and not self._every_text:
-                events.append(self._failure(end, sample, UNCOUNTED, answered=True))
+            if ended.uncounted and self._ids_of is None:
+                self._retries += ended.retries
+                self._observations.add(ended._replace(text="", frames=0))  # what its count gives is not looked at
+                events.append(self._failure(end, sample, ended.uncounted, answered=True))
             else:
                 events.append(self._ended(sample, end, ended))
         else:

@@ -76,6 +76,7 @@ class Ended(NamedTuple):
     first_piece_hash: int
     retries: int
     first_characters: int  # of the text, that the first frame with text brought
+    uncounted: str  # why its tokens cannot be counted without its text; empty: ``tokens`` is their number
 
     def by_our_clock(self, ahead_ns: int) -> Ended:
         """With the times of a clock that is ``ahead_ns`` behind."""

@@ -22,7 +22,7 @@ from megatoken.rack.wire import dial
 from megatoken.targets.endpoint import wire
 from megatoken.targets.endpoint.address import cause_of, trust
 from megatoken.targets.endpoint.alarm import Alarm
-from megatoken.targets.endpoint.answers import Flag
+from megatoken.targets.endpoint.answers import Answer, Flag
 from megatoken.targets.endpoint.bodies import PATHS
 from megatoken.targets.endpoint.connection import Connection, Exchange
 from megatoken.targets.endpoint.dialer import Dialer
@@ -37,6 +37,7 @@ PROBE_SECONDS = 1.0  # between two questions to an endpoint that was lost
 AFTER_DONE_SECONDS = 1.0  # how long the end of a stream may take after [DONE]
 RETRY_SECONDS = 1.0  # where the server does not say when to try again
 LONGEST_RETRY_SECONDS = 60.0
+OVER_SHARE = 0.02  # of max_tokens, beyond it, that may be a counted end token or tokens of one step
 CUT_SHARE = 0.95  # of max_tokens; an answer that ends by length with fewer was cut
 RECEIVE_BYTES = 1 << 20
 DIAL_SECONDS = 10.0
@@ -435,16 +436,18 @@ def _ended(exchange: Exchange) -> Ended:
         tokens, counted_by = answer.output_tokens, "usage"
     else:
         tokens, counted_by = answer.frames, "frames"
-    if answer.output_tokens < 0:
-        flags |= Flag.NO_USAGE
     if tokens > task.max_tokens:
         flags |= Flag.OVER_LIMIT
-    if answer.finish_reason == "length" and tokens < CUT_SHARE * task.max_tokens:
-        flags |= Flag.CUT
-    if task.forced and tokens < task.max_tokens and answer.finish_reason != "length":
-        flags |= Flag.NOT_FORCED
-    if 0 <= answer.output_tokens < answer.frames:
-        flags |= Flag.FEWER_THAN_FRAMES
+    uncounted = _why_uncounted(answer, tokens, counted_by, task.max_tokens)
+    if not uncounted:
+        if answer.output_tokens < 0:
+            flags |= Flag.NO_USAGE
+        if answer.finish_reason == "length" and tokens < CUT_SHARE * task.max_tokens:
+            flags |= Flag.CUT
+        if task.forced and tokens < task.max_tokens and answer.finish_reason != "length":
+            flags |= Flag.NOT_FORCED
+        if 0 <= answer.output_tokens < answer.frames:
+            flags |= Flag.FEWER_THAN_FRAMES
     times = answer.times
     return Ended(
         wire.END,
@@ -467,7 +470,18 @@ def _ended(exchange: Exchange) -> Ended:
         answer.first_piece_hash,
         exchange.retries,
         answer.first_characters,
+        uncounted,
     )
+
+
+def _why_uncounted(answer: Answer, tokens: int, counted_by: str, max_tokens: int) -> str:
+    if tokens > max_tokens * (1 + OVER_SHARE):
+        return f"the answer has {tokens:,} tokens by its {counted_by}, but max_tokens allows {max_tokens:,}"
+    if counted_by == "frames" and not answer.streamed:
+        if answer.no_count is not None:
+            return f"the answer's usage has {answer.no_count} output tokens, which is no count"
+        return "the answer has no usage and is no stream, so its tokens cannot be counted; add --endpoint.stream true"
+    return ""
 
 
 def main() -> None:
