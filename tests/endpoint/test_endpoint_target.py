@@ -344,7 +344,8 @@ def test_a_first_question_that_is_refused_is_an_error_of_the_input_unless_the_se
     for command in (("run",), ("sweep", "--concurrency", 1)):
         found, _, err = call_here(*command, *flags)
         assert found == code, err
-        assert err.endswith(f"megatoken: --endpoint {server.url}: HTTP {status}: not this time\n")
+        hint = "; give the key that it expects with --api-key-file FILE" if status == 401 else ""
+        assert err.endswith(f"megatoken: --endpoint {server.url}: HTTP {status}: not this time{hint}\n")
 
 
 def test_what_a_server_has_chosen_itself_is_refused_in_one_line(server: Server, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def cause_of(error: OSError | http.client.HTTPException) -> str:
     if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
         return "it does not speak TLS; give http://"
     if isinstance(error, ConnectionRefusedError):
-        return "connection refused"  # asyncio's own words are of a call
+        return "connection refused: no server listens there; check host and port"  # asyncio's own words are of a call
     why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return " ".join(why.split())
 
@@ -190,4 +190,5 @@ def status_error(status: int, headers: Mapping[str, str], body: bytes, key: str 
     shown = printable(" ".join(str(text).split()))
     if key:
         shown = shown.replace(key, "***")
-    return f"HTTP {status}: {shown[:SHOWN_CHARACTERS] or 'no message'}"
+    hint = "; give the key that it expects with --api-key-file FILE" if status in (401, 403) else ""
+    return f"HTTP {status}: {shown[:SHOWN_CHARACTERS] or 'no message'}{hint}"

@@ -216,7 +216,9 @@ class EndpointBackend:
         try:
             return {one["id"]: one for one in json.loads(data)["data"] if isinstance(one["id"], str)}
         except (ValueError, TypeError, KeyError):
-            raise AnswerError(f"{address.url}/models: not a list of models") from None
+            raise AnswerError(
+                f"{address.url}/models: not a list of models; is this the address of OpenAI's API?"
+            ) from None
 
     def _when_ready(self, address: Address, question: Callable[[], _Found]) -> _Found:
         """The answer, once a server that is still starting, and says so with status 503, has become ready.
