@@ -1,6 +1,7 @@
 """The search against targets whose highest valid rate is known, because they are simulated at full length too."""
 
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -135,6 +136,35 @@ def test_a_search_ends_within_its_number_of_probes_whatever_becomes_of_them(
     finder.run()
     assert finder.found is None or finder.found in tried_rates
     assert finder.outcome
+
+
+@pytest.mark.parametrize(
+    ("again", "by_client"),
+    [
+        (("LOADGEN_DISAGREES",), True),
+        (("CLIENT_SATURATED", "LATENCIES"), True),
+        (("LATENCIES", "LOADGEN_DISAGREES"), False),
+    ],
+)
+def test_a_rate_that_only_the_client_could_not_send_is_no_limit_of_the_server(
+    again: tuple[str, ...], by_client: bool
+) -> None:
+    """The server would serve any rate; the client gives up above 100 samples/s, on the repeat with another code."""
+    said: list[str] = []
+
+    def measure(tried: Try, probe: Probe) -> Outcome:
+        codes = again if tried.repeat else ("CLIENT_SATURATED", "LATENCIES")
+        outcome = target.measure(tried, probe)
+        return replace(outcome, broken=codes) if tried.rate > 100 else outcome
+
+    target = Simulated(queue_of(1, 1e-4), LatencyLimits(1.0, 1.0), SEED, full_seconds=30.0)
+    finder = RateFinder(Goal(target.limits, target.full_length, SEED), 95.0, measure, said.append)
+    finder.run()
+    assert finder.found is not None and 98 <= finder.found <= 100
+    assert finder.facts()["limited_by_client"] is by_client
+    assert finder.outcome.endswith("the client, not the server, was the limit") is by_client
+    assert any("samples/s too high for the client: CLIENT_SATURATED, LATENCIES" in line for line in said)
+    assert any("too high for the client, repeated" in line for line in said) is by_client
 
 
 def arrivals(rate: float, seconds: float, seed: int = SEED) -> np.ndarray:

@@ -230,7 +230,7 @@ def test_a_rate_search_answers_first(make_run):
     }
     run = make_run(scenario="server", rate_search=search, ttft_limit_seconds=2.0)
     root = page_of(run)
-    answer = "highest valid rate 26 samples/s; 26.35 samples/s failed twice: p99 TPOT; "
+    answer = "highest valid rate 26 samples/s; 26.35 samples/s failed twice: p99 TPOT, then p99 TTFT; "
     answer += "20 samples/s failed at first and was valid when repeated"
     assert f"Rate search: {answer}" in words(root.find(".//header"))
     assert figures(root)[:2] == ["TTFT p99 of completed samples s", "TPOT p99 of completed samples ms"]
@@ -257,6 +257,22 @@ def test_a_failure_that_did_not_stand_is_not_the_upper_end():
     assert answer == (
         "highest valid rate 29.5 samples/s; 29.9 samples/s failed: p99 TPOT; "
         "29.7 samples/s failed at first and was valid when repeated"
+    )
+
+
+def test_a_rate_at_which_the_client_gave_up_is_no_limit_of_the_server():
+    tries = [
+        *((230.5, False, True, "kept its limits"), (232.8, False, False, "CLIENT_SATURATED")),
+        (232.8, True, False, "LOADGEN_DISAGREES"),
+    ]
+    probes = [
+        {"samples_per_second": rate, "full_length": True, "repeat": repeat, "valid": valid, "reason": why}
+        for rate, repeat, valid, why in tries
+    ]
+    search = {"samples_per_second": 230.5, "limited_by_client": True, "probes": probes}
+    assert search_answer({"rate_search": search}) == (
+        "highest valid rate at least 230.5 samples/s: the client, not the server, was the limit; "
+        "232.8 samples/s failed twice: CLIENT_SATURATED, then LOADGEN_DISAGREES"
     )
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from megatoken.analysis.machine import utc_text
+from megatoken.analysis.statistics import Samples
 from megatoken.errors import UsageError
 from megatoken.harness.loadgen_plan import MLPERF_SECONDS, full_length, plan_test, run_limits
 from megatoken.harness.progress import duration
 from megatoken.harness.rate_finder import (
+    OF_MEASUREMENT,
     PROBE_SAMPLES,
     SHORTEST_PROBE_SECONDS,
     Goal,
@@ -21,7 +24,7 @@ from megatoken.harness.rate_finder import (
 )
 from megatoken.harness.rate_search import Try
 from megatoken.harness.recording import interrupted_by_errors
-from megatoken.harness.result import end_notes
+from megatoken.harness.result import end_notes, saturated_client
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.runs.reasons import reason
@@ -34,10 +37,7 @@ PROBES = "probes"
 FULL_LENGTHS = (1.5, 7.7)
 PROBES_BEFORE = (3, 11)
 QUICK_SECONDS = 60
-FAILURE_CODES = {
-    *("LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK"),
-    *("LOADGEN_DISAGREES", "CLIENT_SATURATED"),
-}
+FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", *OF_MEASUREMENT}
 
 
 def find_rate(session: TestSession, first_rate: float) -> Path:
@@ -90,8 +90,12 @@ def _estimate(rate: float, samples: int, seconds: float, probe_seconds: float | 
 def _finish(
     folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: StopSignals, core_wait_share: float | None
 ) -> None:
-    facts = {"rate_search": finder.facts()}
+    facts: dict[str, Any] = {"rate_search": finder.facts()}
     if confirmed is not None:
+        if finder.limited_by_client:
+            rates = {"found": finder.found, "too_high": facts["rate_search"]["too_high_samples_per_second"]}
+            notes = read_run(folder.path / confirmed).result["notes"]
+            facts["notes"] = [*notes, reason("SEARCH_LIMITED_BY_CLIENT", **rates)]
         folder.finish_as(folder.path / confirmed, facts)
         return
     folder.add_facts({**facts, "core_wait_share": core_wait_share})
@@ -145,7 +149,11 @@ class _Prober:
         run = read_run(folder.path)
         waits = (self.core_wait_share, run.result.get("core_wait_share"))
         self.core_wait_share = max((wait for wait in waits if wait is not None), default=None)
-        broken = () if saturation else _broken(run, probe.seconds is None)
+        if saturation:  # a test that ended early was not judged
+            client = saturated_client(run.result, Samples.of(run.requests), run_limits(config))
+            broken = tuple(one["code"] for one in client)
+        else:
+            broken = _broken(run, probe.seconds is None)
         p99s = [(run.result.get(name) or {}).get("p99") for name in ("ttft_seconds", "tpot_seconds")]
         return Outcome(f"{PROBES}/{folder.path.name}", saturation, broken, *p99s)
 

@@ -20,6 +20,9 @@ from megatoken.text import count_of, precise
 PROBE_SAMPLES = 1000  # the 99th percentile of fewer samples is too uncertain
 SHORTEST_PROBE_SECONDS = 5.0
 LIVES_OF_A_PROBE = 3.0  # lives of the median sample: the load is full only after one
+# Codes of a try whose client was the limit, and those that say no more than that the measurement itself is in doubt.
+OF_CLIENT = {"CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG"}
+OF_MEASUREMENT = OF_CLIENT | {"LOADGEN_DISAGREES", "WALL_CLOCK"}
 LONGER = 2.0  # factor, at least, by which a probe that was too short is repeated: a growing queue lengthens lives too
 
 
@@ -38,11 +41,17 @@ class Outcome:
 
     name: str  # of its run folder
     saturation: Saturation | None  # why it was ended early, if it was
-    # codes that invalidate it whatever the latencies: of the client, of failed samples, and at full length of LoadGen's
-    # verdict
+    # codes that invalidate it whatever the latencies: of the client, and unless it was ended early of failed samples,
+    # and at full length of LoadGen's verdict
     broken: tuple[str, ...] = ()
     ttft_p99_seconds: float | None = None  # of its completed samples
     tpot_p99_seconds: float | None = None
+
+    @property
+    def by_client(self) -> bool:
+        """Whether what broke it says nothing against the server."""
+        doubted = bool(self.broken) and self.saturation is None and set(self.broken) <= OF_MEASUREMENT
+        return doubted or not OF_CLIENT.isdisjoint(self.broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,15 @@ class RateFinder:
     @property
     def outcome(self) -> str:
         """The state of the search as text; if no rate was found, why."""
-        return self._search.outcome + (f": {self._too_few}" if self._too_few else "")
+        why = self._too_few or ("the client, not the server, was the limit" if self.limited_by_client else None)
+        return self._search.outcome + (f": {why}" if why else "")
+
+    @property
+    def limited_by_client(self) -> bool:
+        """Whether no try at the lowest rate that is too high speaks against the server: ``found`` is a lower bound."""
+        too_high = self._search.too_high
+        ends = [one for one in self.probes if one["valid"] is False and one["samples_per_second"] == too_high]
+        return bool(ends) and all(one["by_client"] for one in ends)
 
     def facts(self) -> dict[str, Any]:
         """Everything tried so far, ready for ``result.json``."""
@@ -105,6 +122,7 @@ class RateFinder:
             "samples_per_second": self.found,
             "resolution": RESOLUTION,
             "too_high_samples_per_second": too_high if math.isfinite(too_high) else None,
+            "limited_by_client": self.limited_by_client,
             "outcome": self.outcome,
             "probes": self.probes,
         }
@@ -146,7 +164,7 @@ class RateFinder:
 
     def _judge(self, tried: Try, probe: Probe, outcome: Outcome) -> None:
         if outcome.saturation is not None:
-            valid, why = False, outcome.saturation.reason["message"]
+            valid, why = False, "; ".join((outcome.saturation.reason["message"], *outcome.broken))
         elif outcome.broken:
             valid, why = False, ", ".join(outcome.broken)
         elif probe.seconds is None:
@@ -178,10 +196,13 @@ class RateFinder:
                 "repeat": tried.repeat,
                 "valid": valid,
                 "reason": why,
+                "by_client": valid is False and outcome.by_client,
                 "ttft_p99_seconds": outcome.ttft_p99_seconds,
                 "tpot_p99_seconds": outcome.tpot_p99_seconds,
             }
         )
         word = {True: "valid", False: "too high", None: "undecided"}[valid]
+        if valid is False and outcome.by_client:
+            word = "too high for the client"
         again = ", repeated" if tried.repeat else ""
         self._note_words(f"{precise(tried.rate)} samples/s {word}{again}: {why}")

@@ -30,12 +30,17 @@ def search_answer(result: Mapping[str, Any]) -> str | None:
     failed = [
         one for one in _stands(search) if one.get("valid") is False and one["samples_per_second"] > (found or 0.0)
     ]
-    answer = "no valid rate found" if found is None else f"highest valid rate {precise(found)} samples/s"
+    of_client = search.get("limited_by_client")
+    least = "at least " if of_client else ""
+    answer = "no valid rate found" if found is None else f"highest valid rate {least}{precise(found)} samples/s"
+    if of_client:
+        answer += ": the client, not the server, was the limit"
     if failed:
-        lowest = min(failed, key=lambda one: float(one["samples_per_second"]))
-        again = any(one.get("repeat") and one["samples_per_second"] == lowest["samples_per_second"] for one in failed)
-        word = "failed twice" if again else "failed"
-        answer += f"; {precise(lowest['samples_per_second'])} samples/s {word}: {lowest.get('reason')}"
+        lowest = min(float(one["samples_per_second"]) for one in failed)
+        tries = [one for one in failed if one["samples_per_second"] == lowest]
+        word = "failed twice" if any(one.get("repeat") for one in tries) else "failed"
+        reasons = dict.fromkeys(str(one.get("reason")) for one in tries)
+        answer += f"; {precise(lowest)} samples/s {word}: {', then '.join(reasons)}"
     for one in _tried(search):
         if one.get("repeat") and one.get("valid"):
             answer += f"; {precise(one['samples_per_second'])} samples/s failed at first and was valid when repeated"
