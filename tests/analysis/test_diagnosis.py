@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,16 @@ def test_a_healthy_run_has_no_cause_and_the_command_says_what_was_examined(tmp_p
     assert {"contention", "throttling", "preemptions", "pages"} <= {one["code"] for one in document["findings"]}
     code, _, err = call_here("doctor", tmp_path)
     assert (code, len(err.splitlines())) == (2, 1)
+
+
+@pytest.mark.parametrize(("whole", "state"), [(1028.0, State.OK), (900.0, State.FIX)])
+def test_ramp_and_tail_are_a_cause_only_where_they_cost_speed(whole: float, state: State, tmp_path: Path) -> None:
+    rates = {"steady_output_tokens_per_second": 1038.0, "output_tokens_per_second": whole}
+    run = made(tmp_path, {}, {})
+    run = replace(run, result={**run.result, "steady_window_seconds": [10.0, 32.0], "duration_seconds": 60.0, **rates})
+    (found,) = [one for one in diagnose(run) if one.code == "short_run"]
+    assert found.state is state
+    assert (
+        f"ramp and tail took 63% of the run; while it was steady it made 1,038 tokens/s instead of {whole:,.0f}"
+        in found.message
+    )
