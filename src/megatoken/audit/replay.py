@@ -122,10 +122,12 @@ def notes(folder: RunFolder) -> Iterator[object]:
     """Codes of notes that the fields of a run call for, and its notes on them."""
     result, config = folder.run.result, folder.run.config
     gpu, drawn = mapping(config.get("rack")).get("simulated_gpu"), result.get("random_weights")
+    stand_in = mapping(result.get("target")).get("stand_in")
     due = {
         "SIMULATED_GPU": bool(gpu),
         "RANDOM_WEIGHTS": bool(drawn) and not gpu,
-        "REFERENCE_MODEL": result.get("model") == config.get("model") == "reference" and not drawn,
+        "MADE_UP_TOKENS": bool(stand_in),
+        "REFERENCE_MODEL": result.get("model") == config.get("model") == "reference" and not drawn and not stand_in,
         "COMPLIANCE_TEST": bool(config.get("compliance")),
         "RULES_SCOPE": bool(config.get("rules")),
         "SOAK": "soak" in result,

@@ -172,7 +172,8 @@ def prepare(config: RunConfig, backend: Backend, *, brings_requests: bool = Fals
         notes.append(reason("RANDOM_PROMPTS"))
     scored: AccuracyGate | None = None
     if _is_reference(config):
-        notes.append(reason("REFERENCE_MODEL"))
+        if "MADE_UP_TOKENS" not in {note["code"] for note in notes}:
+            notes.append(reason("REFERENCE_MODEL"))
         if config.mode == "accuracy":
             scored = reference_gate(data_set.content_hash, config.samples or len(data_set.requests))
             if scored is not None and scored.targets is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,6 +36,9 @@ FAST_SECONDS = 10.0  # within which a server that runs says what it serves
 PROBE_TOKENS, PROBE_IDS = 4, (5, 6, 7, 8)
 STARTING = 503  # status of a server that loads its model
 WRONG_FIELD = (400, 422)  # statuses with which servers refuse a field
+_STAND_IN = re.compile(
+    r"[^+]+\+(mock|simulated\.(?P<gpu>[\w .-]+))"
+)  # version of a ``megatoken serve`` without a model
 _Found = TypeVar("_Found")
 
 
@@ -53,6 +57,7 @@ class EndpointBackend:
         self._tls = [trust(one.secure, config.endpoint.ca_file) for one in self._addresses]
         self._served: ServedModel | None = None
         self._listed: dict[str, Any] = {}
+        self._servers: list[dict[str, Any]] = []  # what each says of itself
         self._returns_ids = False  # the server, of its answers
         self._ids_of: Callable[[str, str], tuple[int, ...]] | None = None
         self._log: str | None = None
@@ -99,6 +104,7 @@ class EndpointBackend:
                     raise UsageError(f"--endpoint {address.url}: it serves {', '.join(listed)}, not {wanted}")
                 self._listed = self._listed or listed.get(wanted, {})
             assert wanted is not None
+            self._servers = [self._server(at) for at in range(len(self._addresses))]
             self._served = self._model(wanted)
         return self._served
 
@@ -133,7 +139,7 @@ class EndpointBackend:
             target = EndpointTarget(
                 settings,
                 asking,
-                {"target": self._target_facts(stream, asking), "servers": self._servers()},
+                {"target": self._target_facts(stream, asking), "servers": self._servers},
                 clients=clients,
                 max_in_flight=endpoint.max_in_flight,
                 observations=Observations(count),
@@ -194,6 +200,8 @@ class EndpointBackend:
                 shape = replace(shape, max_positions=longest)
         ids = self.api == "completions" and shape is not None
         notes = [reason("ENDPOINT", urls=[one.url for one in self._addresses], api=self.api)]
+        if made_up := self._stand_in():
+            notes.append(reason("MADE_UP_TOKENS", gpu=made_up["gpu"]))
         if config.mode == "accuracy" or config.compliance is not None:
             self._returns_ids = self._gives_ids(name)
             if not self._returns_ids and config.compliance is None and shape is not None:
@@ -296,23 +304,24 @@ class EndpointBackend:
             "max_in_flight": self._config.endpoint.max_in_flight,
             "timeout_seconds": self._config.endpoint.timeout_seconds,
             **({"server_log": self._log} if self._log else {}),
+            **({"stand_in": made_up[1]} if (made_up := self._stand_in()) else {}),
         }
 
-    def _servers(self) -> list[dict[str, Any]]:
-        """Version and limits of each server, where it reports them."""
-        servers = []
-        for at, address in enumerate(self._addresses):
-            try:
-                path, began = f"{address.root}/version", time.monotonic()
-                stated = json.loads(ask(address, path, key=self._key, tls=self._tls[at], seconds=FAST_SECONDS))
-                version, seconds = str(stated["version"]), time.monotonic() - began
-            except (AnswerError, ValueError, TypeError, KeyError):
-                version, seconds = None, None
-            longest = self._listed.get("max_model_len")
-            servers.append(
-                {"url": address.url, "version": version, "max_model_len": longest, "round_trip_seconds": seconds}
-            )
-        return servers
+    def _stand_in(self) -> re.Match[str] | None:
+        """What makes tokens up in a server that has no model, by its version."""
+        return next((found for one in self._servers if (found := _STAND_IN.fullmatch(one["version"] or ""))), None)
+
+    def _server(self, at: int) -> dict[str, Any]:
+        """Version and limits of a server, where it reports them."""
+        address = self._addresses[at]
+        try:
+            path, began = f"{address.root}/version", time.monotonic()
+            stated = json.loads(ask(address, path, key=self._key, tls=self._tls[at], seconds=FAST_SECONDS))
+            version, seconds = str(stated["version"]), time.monotonic() - began
+        except (AnswerError, ValueError, TypeError, KeyError):
+            version, seconds = None, None
+        longest = self._listed.get("max_model_len")
+        return {"url": address.url, "version": version, "max_model_len": longest, "round_trip_seconds": seconds}
 
 
 def _ids_of_text(

@@ -1,0 +1,42 @@
+"""Runs against our own server without a model: that its tokens are made up stands wherever its figures do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from serving import serving
+
+from cli_support import call_here
+from megatoken.audit import Severity, audit
+
+SIMULATED = ("--model", "llama3.1-8b", "--served-model-name", "reference", "--precision", "fp8", "--simulated-gpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "stand_in", "said"),
+    [
+        (("--engine", "mock"), "mock", "the server is megatoken's mock engine: its tokens are made up"),
+        ((*SIMULATED, "H200"), "simulated.H200", "the GPU of the server is a simulated H200"),
+    ],
+)
+def test_a_run_and_a_sweep_say_that_the_tokens_of_the_server_are_made_up(
+    tmp_path: Path, flags: tuple[str, ...], stand_in: str, said: str
+) -> None:
+    with serving(*flags) as server:
+        common = ("--endpoint", server.url + "/v1", "--endpoint.processes", 1, "--warm-up", 0, "--out", tmp_path)
+        _, out, _ = call_here("run", *common, "--samples", 8)
+        _, out_of_sweep, _ = call_here("sweep", *common, "--concurrency", 2, "--settle", 0.2, "--window", 1)
+    [sweep] = tmp_path.glob("*-sweep-*")
+    [run] = set(tmp_path.iterdir()) - {sweep}
+    result = json.loads((run / "result.json").read_text())
+    assert result["target"]["stand_in"] == stand_in
+    codes = [note["code"] for note in result["notes"]]
+    assert codes.count("MADE_UP_TOKENS") == 1 and "REFERENCE_MODEL" not in codes
+    assert sum(said in note for note in json.loads((sweep / "sweep.json").read_text())["notes"]) == 1
+    for shown in (out, out_of_sweep):
+        assert said in " ".join(shown.split()) and "answers only short tasks" not in shown
+    for page in (run / "report.html", sweep / "sweep.html"):
+        assert said.split("'")[0] in page.read_text()
+    assert [item.id for item in audit(run).findings if item.severity is Severity.FAIL] == []
