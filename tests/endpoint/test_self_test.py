@@ -53,3 +53,16 @@ def test_a_saturated_client_says_how_many_processes_and_hosts_the_load_takes() -
     [late] = saturated_client(facts | {"client": client | {"busy_share": 0.2, "late_share": 0.06}}, samples, None)
     assert "6.0 % of the looks" in late["message"]
     assert saturated_client(facts | {"client": client | {"busy_share": 0.2}}, samples, None) == []
+
+
+def test_a_client_that_waited_for_cores_is_told_to_free_them_before_anything_else() -> None:
+    """It used next to nothing of a core: more processes of it would wait for the same cores."""
+    rows = [SampleRow(at, 0, at / 100, at / 100, at / 100 + 1, at / 100 + 2, 4, 100, "length", "n") for at in range(50)]
+    client = {"processes": 1, "cores": 2, "busy_share": 0.008, "core_wait_share": 0.88, "late_share": 0.06}
+    facts = {"scenario": "server", "client": client, "target": {"stream": True}, "offered_samples_per_second": 100.0}
+    samples = Samples.of(to_table(SampleRow, rows))
+    [found] = saturated_client(facts, samples, None)
+    assert (found["processes_needed"], found["free_cores"]) == (2, 2)
+    assert "88.0 % of the time in which it wanted a core: stop other work on the client's mach" in found["message"]
+    [alone] = saturated_client(facts | {"client": client | {"core_wait_share": 0.01}}, samples, None)
+    assert "stop other work" not in alone["message"] and "use 2 on free cores" in alone["message"]

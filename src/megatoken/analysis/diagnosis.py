@@ -178,12 +178,13 @@ def _batches(run: Run) -> Iterator[Finding]:
 
 def _client(run: Run) -> Iterator[Finding]:
     code, result = "client", run.result
-    codes = {one["code"]: one["message"] for one in (*run.reasons, *run.doubts)}
+    codes = {one["code"]: one for one in (*run.reasons, *run.doubts)}
     for name in ("CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG"):
         if name in codes:
-            yield fix(
-                code, f"the client was the limit: {codes[name]}", "more --endpoint.processes, or a machine of its own"
-            )
+            command = "more --endpoint.processes, or a machine of its own"
+            if "free_cores" in codes[name]:
+                command = "stop other work on the client's machine, or give it one of its own"
+            yield fix(code, f"the client was the limit: {codes[name]['message']}", command)
             return
     client = result.get("client")
     if isinstance(client, Mapping) and is_number(busy := client.get("busy_share")):

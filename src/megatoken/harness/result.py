@@ -218,7 +218,9 @@ def saturated_client(facts: Mapping[str, Any], samples: Samples, limits: Latency
     needed = max(processes + 1, math.ceil(SPARE * max(processes * busy, _wanted_processes(facts, samples))))
     more = {"processes": processes, "busy_share": busy, "core_wait_share": waited, "processes_needed": needed}
     cores = client.get("cores")  # an older run has not all fields
-    if cores and needed > cores:
+    if waited > CORE_WAIT_SHARE and busy <= CLIENT_BUSY_SHARE:  # others have the cores: more processes get none either
+        more["free_cores"] = needed
+    elif cores and needed > cores:
         hosts = len(client.get("hosts", ())) or 1
         more |= {"cores": cores, "hosts_needed": math.ceil(needed * hosts / cores)}
     if facts["scenario"] in ARRIVING and np.isfinite(samples.request_sent).any():
