@@ -6,6 +6,8 @@ import pytest
 
 from megatoken.analysis.sweep import COMPARED, RATIOS, SHOWN, compare_sweeps
 from megatoken.errors import UsageError
+from megatoken.files import plain
+from megatoken.report.console import show
 
 
 def sweep(name: str, **changed: Any) -> dict[str, Any]:
@@ -31,7 +33,8 @@ def test_each_setting_that_differs_is_named_and_unknown_ones_are_not_stated():
 def staged(name: str, of: str, *stages: tuple[float, float, float]) -> dict[str, Any]:
     """The document of a sweep of stages, whose every figure is 2."""
     each = [dict(zip(("first", "last", "seconds"), stage, strict=True)) for stage in stages]
-    figures = {key: {"p50": 2.0, "p99": 2.0} if percentile else 2.0 for key, percentile in RATIOS.values()}
+    latency = {"p50": 2.0, "p99": 2.0, "unreliable": ["p99"]}
+    figures = {key: latency if percentile else 2.0 for key, percentile in RATIOS.values()}
     points = [{"value": float(number), "stage": stage, **figures} for number, stage in enumerate(each, 1)]
     return sweep(name, load_kind="stages", of=of, stages=each, points=points)
 
@@ -47,3 +50,18 @@ def test_stages_that_differ_are_named_as_they_are_given_and_have_no_ratio():
 def test_stages_of_rates_are_not_compared_with_stages_of_requests_at_once():
     with pytest.raises(UsageError, match="b: a sweep by stages of concurrency, and a is one by stages of rate"):
         compare_sweeps([staged("a", "rate", (4, 4, 20)), staged("b", "concurrency", (4, 4, 20))])
+
+
+def test_a_ratio_that_too_few_requests_show_is_marked_as_on_the_pages_of_the_sweeps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sweeps = [staged("a", "rate", (4, 4, 20)), staged("b", "rate", (4, 4, 20))]
+    [row] = (document := compare_sweeps(sweeps))["ratios"]
+    assert row["unreliable"] == ["ttft_p99", "tpot_p99"]
+    show(plain(document))
+    said = capsys.readouterr().out
+    assert "1*" in said and "* too few samples" in said
+    latency = {"p50": 2.0, "p99": 2.0, "unreliable": []}
+    for point in sweeps[0]["points"] + sweeps[1]["points"]:
+        point |= {key: latency for key, percentile in RATIOS.values() if percentile}
+    assert compare_sweeps(sweeps)["ratios"][0]["unreliable"] == []

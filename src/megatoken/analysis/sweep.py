@@ -237,6 +237,11 @@ def _ratios(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     for points in (group, base)
                 )
                 row[name] = of / to if to else None
+            row["unreliable"] = [
+                name
+                for name, (key, percentile) in RATIOS.items()
+                if any(percentile in point[key]["unreliable"] for point in (*group, *base) if percentile is not None)
+            ]
             if any(point.get("unjudged") for point in (*group, *base)):
                 row["output"] = None
             rows.append(row)

@@ -105,13 +105,18 @@ def _ratios_table(document: Document, sweeps: Sequence[Sweep]) -> Table:
         figure(_load_title(sweeps[0]) if sweeps else "", "value"),
         *([word("Sweep", "of")] if len(of) > 1 else []),
         figure("Output", "output"),
-        figure("TTFT p50", "ttft_p50"),
-        figure("p99", "ttft_p99"),
-        figure("TPOT p99", "tpot_p99"),
-        figure("Latency p50", "latency_p50"),
+        _ratio("TTFT p50", "ttft_p50"),
+        _ratio("p99", "ttft_p99"),
+        _ratio("TPOT p99", "tpot_p99"),
+        _ratio("Latency p50", "latency_p50"),
     )
     note = f"{'Each sweep' if len(of) > 1 else of[0]} over {to[0]}" if ratios else ""
-    return table_of("Ratios", ratios, fields, note=note)
+    table = table_of("Ratios", ratios, fields, note=note)
+    return replace(table, note=f"{note}. {UNRELIABLE_NOTE}") if _has_star(table.rows) else table
+
+
+def _ratio(title: str, key: str) -> Field:
+    return Field(title, lambda row: _cell(row, key, 1), numeric=True)
 
 
 def _found_table(document: Document, *, staged: bool) -> Table:
