@@ -58,6 +58,8 @@ def test_cost_is_made_of_assumptions_that_are_printed_and_can_be_set() -> None:
 
 
 def test_the_price_of_a_machine_needs_no_number_of_accelerators_and_its_first_lines_name_what_it_includes() -> None:
+    code, _, err = call_here("plan", "cost", "--tokens-per-second", 200, "--per", "rack", "--dollars-per-hour", 100)
+    assert code == 2 and "--accelerators" in err  # whose staff grows with their number
     machine = ("plan", "cost", "--tokens-per-second", 200, "--per", "system", "--dollars-per-hour", 0.2)
     code, stdout, err = call_here(*machine)
     assert code == 0, err

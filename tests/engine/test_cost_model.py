@@ -66,7 +66,10 @@ def lengths_of(run: dict[str, Any]) -> np.ndarray:
     return rows[np.random.default_rng(1).permutation(run["samples"])]
 
 
-@pytest.mark.parametrize("name", [*(RUNS[run] for run in (0, 2, 3, 6)), *every(*(RUNS[run] for run in (1, 4, 5)))])
+BY_DEFAULT = (*RUNS[::3], RUNS[2])
+
+
+@pytest.mark.parametrize("name", [*BY_DEFAULT, *every(*(run for run in RUNS if run not in BY_DEFAULT))])
 def test_whole_runs_of_an_h200(name: str) -> None:
     run = read(name)
     simulation = simulate(run)

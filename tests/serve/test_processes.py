@@ -121,7 +121,7 @@ def test_answers_that_take_longer_than_the_server_waits_for_end_with_the_cause()
     with running(*MOCK, "--drain-seconds", "0.5") as server, server.stream(1000) as stream:
         server.process.send_signal(signal.SIGTERM)
         data = read_until_closed(stream)
-        assert b"the server stopped before it ended this answer" in data
+        assert b"the server is stopping, and its engine ended before this answer was complete" in data
         server.wait_for_line("open answers were cut off after 0.5 s (--drain-seconds)")
         assert server.process.wait(ANSWER_SECONDS) == 0
 

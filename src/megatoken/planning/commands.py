@@ -243,6 +243,10 @@ def cost(
     if machine_hour is not None:
         check_positive("--dollars-per-hour", machine_hour, "0.2")
         if throughput.accelerators is None:
+            if rate.per in ("node", "rack"):
+                raise UsageError(
+                    f"--per {rate.per}: staff grows with the accelerators; give their number, such as --accelerators 72"
+                )
             throughput = replace(throughput, accelerators=1, notes=(*throughput.notes, COUNTED_AS_ONE))
         rent = machine_hour / (throughput.accelerators or 1)
     power = None if rent is not None else _power(throughput, runs, flags)

@@ -183,8 +183,10 @@ class EngineClient(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(Refused(503, self.message, RETRY_AFTER_SECONDS))
         self._metrics.clear()
-        what = "the server stopped before it ended" if self.draining else "the engine stopped while it computed"
-        failure = Unavailable(f"{what} this answer; send the request again")
+        why = "the engine stopped while it computed this answer"
+        if self.draining:
+            why = "the server is stopping, and its engine ended before this answer was complete"
+        failure = Unavailable(f"{why}; send the request again")
         for request_id in list(self._sinks):
             self._deliver(TokenEvent(request_id, (), FinishReason.ERROR, failure))
 

@@ -53,7 +53,10 @@ def row_error(actual: Tensor, exact: Tensor) -> float:
 PRODUCTS = list(product(CONFIGS, (BF16, E4M3)))
 
 
-@pytest.mark.parametrize(("config", "dtype"), PRODUCTS if ON_GPU else [*PRODUCTS[::3], *every(*PRODUCTS[1:3])])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    PRODUCTS if ON_GPU else [*PRODUCTS[::3], *every(*(one for one in PRODUCTS if one not in PRODUCTS[::3]))],
+)
 @pytest.mark.parametrize(
     ("tokens", "experts", "choices", "outputs", "inputs", "kind"),
     [

@@ -19,7 +19,7 @@ from megatoken.harness.sweep.loads import Load
 from megatoken.runs.reasons import Reason, reason
 
 LONGEST_WARM_UP = 3.0
-EARLY_NS = 30_000_000  # longer than the measurement loop takes for a turn, or waits for a core
+EARLY_NS = 30_000_000  # longer than a turn of the measurement loop
 OVERLOAD_SHARE = 0.3  # of the window that must have passed before a growing queue ends it
 FAILED_SHARE, FEWEST_FAILED = 0.5, 20  # requests that fail before a point ends
 
