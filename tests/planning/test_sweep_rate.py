@@ -60,7 +60,7 @@ def test_the_highest_measured_load_within_the_limits_is_chosen_and_the_next_one_
     chosen = choose(CURVE, (10.0, 0.050), "p99")
     assert chosen.load.value == 8  # 2 x 18 ms; 16 requests: 2 x 26 ms
     assert chosen.binds == (
-        "time per output token binds: at 16 requests at once it is p99 of TTFT 0.42 s, time per output token 52 ms"
+        "time per output token binds: at 16 requests at once it has p99 of TTFT 0.42 s, time per output token 52 ms"
     )
     assert choose(CURVE, (0.5, 10.0), "p99").binds.startswith("time to first token binds: at 32")
     assert choose(CURVE, (10.0, 0.050), "p50").load.value == 32
@@ -97,6 +97,9 @@ def test_repeats_count_by_their_slowest_and_loads_that_broke_do_not() -> None:
     assert choose(failed, (1.0, 1.0), "p99").load.value == 1
     with pytest.raises(UsageError, match=r"no load of the sweep keeps.*the lowest, 1, has p99 of TTFT 0\.2 s"):
         choose(slow, (0.01, 1.0), "p99")
+    unknown = {"ttft_seconds": dict.fromkeys(PERCENTILES), "tpot_seconds": dict.fromkeys(PERCENTILES)}
+    with pytest.raises(UsageError, match=r"the lowest, 1, has no answer within its window; use a longer --window"):
+        choose(sweep([point(1, 10, 0.1, 0.01, **unknown)]), (1.0, 1.0), "p99")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile:
     within = [load for load in loads if not load.broken(*limits)]
     if not within:
         lowest = loads[0] if loads else None
-        seen = "" if lowest is None else f"; the lowest, {precise(lowest.value)}, has {_latencies(lowest, percentile)}"
+        seen = "" if lowest is None else f"; the lowest, {precise(lowest.value)}, {_latencies(lowest, percentile)}"
         raise UsageError(
             f"no load of the sweep keeps {percentile} of TTFT within {limits[0]:g} s and of the time per output token"
             f" within {1000 * limits[1]:g} ms{seen}"
@@ -97,7 +97,7 @@ def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile:
         nearest = min(faster, key=lambda load: load.output_tokens_per_second)
         broken = " and ".join(nearest.broken(*limits))
         at = f"{precise(nearest.value)} {unit}"
-        binds = f"{broken} binds: at {at} it is {_latencies(nearest, percentile)}"
+        binds = f"{broken} binds: at {at} it {_latencies(nearest, percentile)}"
     elif len(within) == len(loads):
         binds = "neither limit binds up to the highest load that was measured"
     return Chosen(best, tuple(loads), limits, percentile, unit, binds)
@@ -196,7 +196,9 @@ def _latencies(load: Load, percentile: str) -> str:
         ("time per output token", load.tpot_seconds, 1000.0, "ms"),
     )
     known = [f"{name} {precise(scale * value)} {unit}" for name, value, scale, unit in parts if value is not None]
-    return f"{percentile} of {', '.join(known)}" if known else "without an answer"
+    if not known:
+        return "has no answer within its window; use a longer --window"
+    return f"has {percentile} of {', '.join(known)}"
 
 
 def _verdict(chosen: Chosen) -> Verdict:
