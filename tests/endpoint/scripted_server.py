@@ -26,9 +26,9 @@ def frame(text: str, reason: str | None = None, **more: Any) -> bytes:
     return f"data: {json.dumps(document, ensure_ascii=False)}\n\n".encode()
 
 
-def usage(tokens: int) -> bytes:
-    document = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": tokens, "total_tokens": tokens + 3}}
-    return f"data: {json.dumps(document)}\n\n".encode()
+def usage(tokens: int, prompt_tokens: int = 3) -> bytes:
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": tokens + prompt_tokens}
+    return f"data: {json.dumps({'choices': [], 'usage': counts})}\n\n".encode()
 
 
 def chunk(data: bytes) -> bytes:
@@ -171,7 +171,8 @@ class Server:
             put(" " * 4 if word == "padded" and at > 1 else f"w{at} ", None if not last else "length")
             if word == "early" and at == 1:
                 writer.write(chunk(DONE))
-        writer.write(chunk(usage(2 * count if word == "inflated" else count + (word in ("split", "dummy", "rounded")))))
+        stated = 2 * count if word == "inflated" else count + (word in ("split", "dummy", "rounded"))
+        writer.write(chunk(usage(stated, 10**9 if word == "bloated" else 3)))
         if word != "nodone":
             writer.write(chunk(DONE))
         if word != "lingers":

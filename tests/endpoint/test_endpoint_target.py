@@ -9,12 +9,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from endpoint_support import LONGEST_SECONDS, answered, connected, ends, prompts
 from scripted_server import Server, scripted_server
 
 from cli_support import call_here
@@ -29,52 +28,12 @@ from megatoken.runs.run import Verdict, read_run
 from megatoken.targets import SampleEvent
 from megatoken.targets.endpoint import backend as backend_module
 from megatoken.targets.endpoint.backend import EndpointBackend
-from megatoken.targets.endpoint.target import EndpointTarget
-
-TIMEOUT_SECONDS = 6.0
-LONGEST_SECONDS = 60.0
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with scripted_server() as one:
         yield one
-
-
-@contextmanager
-def connected(*urls: str, **settings: Any) -> Iterator[EndpointTarget]:
-    endpoint = {"urls": ",".join(urls), "timeout_seconds": TIMEOUT_SECONDS, "processes": 1} | settings
-    config = RunConfig(scenario="server", endpoint=endpoint)
-    with EndpointBackend(config, Progress(quiet=True)).open() as backend, backend.load() as target:
-        yield target
-
-
-def ends(target: EndpointTarget) -> dict[int, list[SampleEvent]]:
-    """All events by sample, until nothing is in flight."""
-    events: dict[int, list[SampleEvent]] = {}
-    deadline = time.monotonic() + LONGEST_SECONDS
-    while target.state().in_flight or not events:
-        assert time.monotonic() < deadline, "a sample hangs"
-        for event in target.poll(0.1):
-            events.setdefault(event.sample_id, []).append(event)
-    return events
-
-
-def prompts(*texts: str, tokens: int = 8) -> list[Request]:
-    return [Request(text, max_tokens=tokens) for text in texts]
-
-
-def answered(target: EndpointTarget, requests: list[Request]) -> dict[int, SampleEvent]:
-    """The last event of each sample; each has exactly one end."""
-    for at, request in enumerate(requests):
-        target.submit(at, request)
-    last = {}
-    for sample, events in ends(target).items():
-        ended = [event for event in events if event.finish_reason is not None or event.error is not None]
-        assert len(ended) == 1 and events[-1] is ended[0]
-        last[sample] = ended[0]
-    assert sorted(last) == list(range(len(requests)))
-    return last
 
 
 @pytest.mark.timing
@@ -186,54 +145,6 @@ def test_an_endpoint_that_comes_back_gets_samples_again_and_stays_in_the_record(
         assert target.outcome(0)["endpoints"]["lost"] == []
     assert {event.error for event in [*first.values(), *second.values()]} == {None}
     assert lost["at_seconds"] < lost["back_at_seconds"] and lost["samples_moved"] >= 1
-
-
-FOUND = {
-    "ok": None,
-    "empty": "EMPTY_FIRST_FRAME",
-    "several": "SEVERAL_TOKENS_A_FRAME",
-    "nodone": "NO_DONE",
-    "early": "EARLY_DONE",
-    "inflated": "OVER_MAX_TOKENS",
-    "cut": "CUT_ANSWERS",
-    "padded": "PADDED_ANSWERS",
-    "dummy": "DUMMY_FIRST_TOKEN",
-}
-
-
-def test_what_a_server_does_is_found(server: Server) -> None:
-    with connected(server.url) as target:
-        for word, code in FOUND.items():
-            since_ns = time.monotonic_ns()
-            answered(target, prompts(*(f"{word} {number}" for number in range(10)), tokens=12))
-            found = {one["code"]: dict(one) for one in target.findings(since_ns)}
-            if code is None:
-                assert found == {}
-            else:
-                assert code in found, (word, found)
-                assert found[code].get("answers", 10) == 10
-
-
-def test_an_answer_of_more_tokens_than_max_tokens_allows_fails_unless_only_its_end_token_is_counted_too(
-    server: Server,
-) -> None:
-    with connected(server.url) as target:
-        last = answered(target, prompts("inflated", "several", "rounded", tokens=60))
-        tokens = target.state().output_tokens
-        found = {one["code"]: dict(one) for one in target.findings(0)}
-    assert last[0].error == "the answer has 120 tokens by its usage, but max_tokens allows 60"
-    assert [last[at].output_tokens for at in (1, 2)] == [60, 61] and tokens == 121
-    assert found["OVER_MAX_TOKENS"]["answers"] == 2
-    assert found["SEVERAL_TOKENS_A_FRAME"]["tokens_per_frame"] == 121 / 75  # without the tokens that it only states
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_answers_from_a_cache_are_found(server: Server, processes: int) -> None:
-    with connected(server.url, max_in_flight=processes, processes=processes) as target:
-        texts = [f"memory {number}" for number in range(10)]
-        answered(target, prompts(*texts, *texts[1:], *texts[:1], tokens=12))  # most go to another process than before
-        found = {one["code"]: dict(one) for one in target.findings(0)}
-    assert found["CACHED_ANSWERS"]["answers"] == 10
 
 
 def test_lengths_are_forced_where_the_server_knows_how(server: Server) -> None:

@@ -19,6 +19,7 @@ from megatoken.text import printable
 
 MOST_FRAME_BYTES = 8 << 20
 MOST_BODY_BYTES = 64 << 20
+ADDED_TOKENS = 4096  # at most, that a server puts before a prompt, such as a system prompt of its own
 _MOST_LESSONS = 3  # without use in between: a server whose frames always differ is not learnt again and again
 _DONE = b"[DONE]"
 _PIECE = re.compile(rb'"(?:content|text|delta|reasoning_content|reasoning)"\s*:\s*"((?:[^"\\]|\\.)+)"')
@@ -36,6 +37,7 @@ class Flag(IntFlag):
     CUT = 32  # fewer tokens than were asked for, and the server says length
     NOT_FORCED = 64  # ended early although ignore_eos asked for the full length
     FEWER_THAN_FRAMES = 128  # the usage has fewer tokens than frames brought text
+    OVER_REQUEST = 256  # the usage has more prompt tokens than the request can have
 
 
 class BrokenAnswerError(Exception):
@@ -153,6 +155,12 @@ class Answer:
         self.text_hash = zlib.crc32(text.encode())
         if self._pieces is not None:
             self._pieces.append(text)
+
+    def check_prompt_tokens(self, request_bytes: int) -> None:
+        """Leaves out a count of prompt tokens that cannot be true: a token is at least one byte of the request."""
+        if self.input_tokens > request_bytes + ADDED_TOKENS:
+            self.input_tokens = self.cached_tokens = -1
+            self.flags |= Flag.OVER_REQUEST
 
     def _take_piece(self, piece: bytes, now_ns: int) -> None:
         self.frames += 1

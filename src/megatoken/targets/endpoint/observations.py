@@ -28,6 +28,7 @@ _COUNTS = {
     Flag.NOT_FORCED: "LENGTHS_NOT_FORCED",
     Flag.FEWER_THAN_FRAMES: "USAGE_TOO_SMALL",
     Flag.NO_USAGE: "NO_USAGE",
+    Flag.OVER_REQUEST: "PROMPT_TOKENS_LEFT_OUT",
 }
 _ROW = np.dtype(
     [

@@ -429,6 +429,7 @@ def _dial(run: wire.Run) -> socket.socket:
 def _ended(exchange: Exchange) -> Ended:
     answer, task = exchange.answer, exchange.task
     assert answer is not None
+    answer.check_prompt_tokens(len(task.body))
     flags = answer.flags
     if answer.token_ids:
         tokens, counted_by = len(answer.token_ids), "ids"

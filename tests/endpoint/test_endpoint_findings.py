@@ -1,0 +1,67 @@
+"""Findings about a server over HTTP: what its answers show, and answers whose counts cannot be true."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from endpoint_support import answered, connected, prompts
+from scripted_server import Server, scripted_server
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with scripted_server() as one:
+        yield one
+
+
+FOUND = {
+    "ok": None,
+    "empty": "EMPTY_FIRST_FRAME",
+    "several": "SEVERAL_TOKENS_A_FRAME",
+    "nodone": "NO_DONE",
+    "early": "EARLY_DONE",
+    "inflated": "OVER_MAX_TOKENS",
+    "bloated": "PROMPT_TOKENS_LEFT_OUT",
+    "cut": "CUT_ANSWERS",
+    "padded": "PADDED_ANSWERS",
+    "dummy": "DUMMY_FIRST_TOKEN",
+}
+
+
+def test_what_a_server_does_is_found(server: Server) -> None:
+    with connected(server.url) as target:
+        for word, code in FOUND.items():
+            since_ns = time.monotonic_ns()
+            last = answered(target, prompts(*(f"{word} {number}" for number in range(10)), tokens=12))
+            read = None if word in ("inflated", "bloated") else 3
+            assert {event.input_tokens for event in last.values()} == {read}
+            found = {one["code"]: dict(one) for one in target.findings(since_ns)}
+            if code is None:
+                assert found == {}
+            else:
+                assert code in found, (word, found)
+                assert found[code].get("answers", 10) == 10
+
+
+def test_an_answer_of_more_tokens_than_max_tokens_allows_fails_unless_only_its_end_token_is_counted_too(
+    server: Server,
+) -> None:
+    with connected(server.url) as target:
+        last = answered(target, prompts("inflated", "several", "rounded", tokens=60))
+        tokens = target.state().output_tokens
+        found = {one["code"]: dict(one) for one in target.findings(0)}
+    assert last[0].error == "the answer has 120 tokens by its usage, but max_tokens allows 60"
+    assert [last[at].output_tokens for at in (1, 2)] == [60, 61] and tokens == 121
+    assert found["OVER_MAX_TOKENS"]["answers"] == 2
+    assert found["SEVERAL_TOKENS_A_FRAME"]["tokens_per_frame"] == 121 / 75  # without the tokens that it only states
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_answers_from_a_cache_are_found(server: Server, processes: int) -> None:
+    with connected(server.url, max_in_flight=processes, processes=processes) as target:
+        texts = [f"memory {number}" for number in range(10)]
+        answered(target, prompts(*texts, *texts[1:], *texts[:1], tokens=12))  # most go to another process than before
+        found = {one["code"]: dict(one) for one in target.findings(0)}
+    assert found["CACHED_ANSWERS"]["answers"] == 10
