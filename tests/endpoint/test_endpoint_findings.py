@@ -58,6 +58,14 @@ def test_an_answer_of_more_tokens_than_max_tokens_allows_fails_unless_only_its_e
     assert found["SEVERAL_TOKENS_A_FRAME"]["tokens_per_frame"] == 121 / 75  # without the tokens that it only states
 
 
+@pytest.mark.parametrize("tokens", [4, 16, 49])
+def test_an_end_token_that_is_counted_too_fails_no_short_answer(server: Server, tokens: int) -> None:
+    with connected(server.url) as target:
+        last = answered(target, prompts("rounded", "inflated", tokens=tokens))
+    assert (last[0].error, last[0].output_tokens) == (None, tokens + 1)
+    assert last[1].error is not None and "max_tokens allows" in last[1].error
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_answers_from_a_cache_are_found(server: Server, processes: int) -> None:
     with connected(server.url, max_in_flight=processes, processes=processes) as target:

@@ -270,6 +270,7 @@ def test_what_a_server_has_chosen_itself_is_refused_in_one_line(server: Server, 
         assert code == 2 and said in err and len(err.strip().splitlines()) == 1, err
 
 
+@pytest.mark.timing
 def test_peak_memory_is_named_as_the_clients(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "quick", "max_tokens": 8}\n')

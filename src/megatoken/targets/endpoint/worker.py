@@ -37,7 +37,7 @@ PROBE_SECONDS = 1.0  # between two questions to an endpoint that was lost
 AFTER_DONE_SECONDS = 1.0  # how long the end of a stream may take after [DONE]
 RETRY_SECONDS = 1.0  # where the server does not say when to try again
 LONGEST_RETRY_SECONDS = 60.0
-OVER_SHARE = 0.02  # of max_tokens, beyond it, that may be a counted end token or tokens of one step
+OVER_TOKENS, OVER_SHARE = 1, 0.02  # beyond max_tokens, the larger: a counted end token, or rounding of a long answer
 CUT_SHARE = 0.95  # of max_tokens; an answer that ends by length with fewer was cut
 RECEIVE_BYTES = 1 << 20
 DIAL_SECONDS = 10.0
@@ -476,7 +476,7 @@ def _ended(exchange: Exchange) -> Ended:
 
 
 def _why_uncounted(answer: Answer, tokens: int, counted_by: str, max_tokens: int) -> str:
-    if tokens > max_tokens * (1 + OVER_SHARE):
+    if tokens > max_tokens + max(OVER_TOKENS, OVER_SHARE * max_tokens):
         return f"the answer has {tokens:,} tokens by its {counted_by}, but max_tokens allows {max_tokens:,}"
     if counted_by == "frames" and not answer.streamed:
         if answer.no_count is not None:
