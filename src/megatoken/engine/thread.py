@@ -33,8 +33,8 @@ class Step:
 class WakeUp:
     """What one thread waits for, and any may ring; what rang before is waited for no more.
 
-    A bare lock, because ``threading.Event`` does in Python what a lock does in C: a thread that was rung runs in about
-    half of the time.
+    A bare lock, because ``threading.Event`` does in Python what a lock does in C: two threads that ring each other in
+    turn take about half of the processor time.
     """
 
     def __init__(self) -> None:
