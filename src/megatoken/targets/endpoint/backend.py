@@ -36,9 +36,8 @@ FAST_SECONDS = 10.0  # within which a server that runs says what it serves
 PROBE_TOKENS, PROBE_IDS = 4, (5, 6, 7, 8)
 STARTING = 503  # status of a server that loads its model
 WRONG_FIELD = (400, 422)  # statuses with which servers refuse a field
-_STAND_IN = re.compile(
-    r"[^+]+\+(mock|simulated\.(?P<gpu>[\w .-]+))"
-)  # version of a ``megatoken serve`` without a model
+# Version of a ``megatoken serve`` without a model.
+_STAND_IN = re.compile(r"[^+]+\+(mock|simulated\.(?P<gpu>[\w .-]+))")
 _Found = TypeVar("_Found")
 
 
