@@ -32,7 +32,7 @@ HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, *[A-Za-z0-9_-]+)*")
 USUAL_HEADERS = "authorization, content-type, x-request-id"
 OPEN_METRICS_SECONDS = 0.5  # how long metrics are kept for clients without a key
 SWEEP_SECONDS = 0.5
-FLUSHED_AT_ONCE = 16  # streams; then what has come is read, before the rest of a large step is written
+FLUSHED_AT_ONCE = 8  # streams; then what has come is read, before the rest of a large step is written
 BACKLOG = 4096
 
 
