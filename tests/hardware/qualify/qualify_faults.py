@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ import time
 import torch
 
 from megatoken.errors import CapacityError
+from megatoken.hardware.core_wait import CoreWait
 from megatoken.hardware.qualify import cpu_tests
 from megatoken.hardware.qualify.exact import (
     CHUNK_WORDS,
@@ -158,3 +160,22 @@ def slow_once(setting: Setting) -> Outcomes:
     rate = 100.0 if mark.exists() else 60.0
     mark.touch()
     yield Value("rate", "Rate", "GB/s", [rate, rate, rate])
+
+
+def slow_for_runs(setting: Setting, runs: float) -> Outcomes:
+    """Slow in so many runs and then as fast as always; cores that other tests take do not count."""
+    CoreWait.share = lambda self: 0.0  # type: ignore[method-assign] # in this process alone
+    before = len(list(setting.folder.glob("run *")))
+    (setting.folder / f"run {before}").touch()
+    rate = 60.0 if before < runs else 100.0
+    yield Value("rate", "Rate", "GB/s", [rate, rate + 1, rate - 1])
+
+
+def slow_four_times(setting: Setting) -> Outcomes:
+    """Slow while another machine works on the same host."""
+    yield from slow_for_runs(setting, 4)
+
+
+def slow_always(setting: Setting) -> Outcomes:
+    """Slow by itself."""
+    yield from slow_for_runs(setting, math.inf)

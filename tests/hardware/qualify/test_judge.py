@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,47 @@ def test_noise_of_a_baseline_does_not_hide_a_steady_value_far_behind_it() -> Non
     judged = judge(rate(70.0), None, Earlier(100.0, 0.3), noisy=False)
     assert judged.verdict == Verdict.FAIL
     assert judged.reason == "70.0 GB/s; the baseline had 100 GB/s, 25.0% worse is allowed"
+
+
+def in_runs(*medians: float, better: str = "higher") -> Value:
+    """A value whose runs are so even that neither spread nor drift of all windows shows one that differs."""
+    windows = [share * median for median in medians for share in (1.0, 1.002, 0.998)]
+    return replace(rate(*windows, better=better), run_medians=medians)
+
+
+@pytest.mark.parametrize(
+    ("medians", "better", "verdict"),
+    [
+        ((70.0, 70.0, 70.0, 70.0, 70.0, 70.0), "higher", "FAIL"),
+        ((70.0, 70.0, 70.0, 70.0, 70.0, 99.0), "higher", "MARGINAL"),
+        ((99.0, 70.0, 70.0, 70.0, 70.0, 70.0), "higher", "MARGINAL"),
+        ((70.0, 70.0, 70.0, 70.0, 70.0, 91.0), "higher", "MARGINAL"),  # less than 5 % behind what is allowed
+        ((70.0, 70.0, 70.0, 70.0, 70.0, 85.0), "higher", "FAIL"),  # faster, and still too slow
+        ((140.0, 140.0, 140.0, 140.0, 140.0, 140.0), "lower", "FAIL"),
+        ((140.0, 140.0, 140.0, 140.0, 140.0, 101.0), "lower", "MARGINAL"),
+        ((140.0, 140.0, 140.0, 140.0, 140.0, 120.0), "lower", "FAIL"),
+        ((100.0, 100.0, 100.0, 100.0, 100.0, 70.0), "higher", "PASS"),
+    ],
+)
+@pytest.mark.parametrize(("band", "earlier"), [(None, Earlier(100.0, 0.0)), (Band(95.0, 105.0, ()), None)])
+def test_a_slow_value_fails_only_if_it_is_slow_in_every_run(
+    medians: tuple[float, ...], better: str, verdict: str, band: Band | None, earlier: Earlier | None
+) -> None:
+    value = in_runs(*medians, better=better)
+    assert value.spread < 0.05 and value.drift < 0.025
+    noisy = is_noisy(value, 0.0, band, earlier)
+    assert noisy is (verdict == "MARGINAL")
+    assert judge(value, band, earlier, noisy=noisy).verdict == verdict
+
+
+def test_runs_that_differ_hide_no_wrong_result_and_no_error_of_the_measurement() -> None:
+    wrong = replace(rate(0, 0, 1, better="zero"), run_medians=(0, 0, 1))
+    assert not is_noisy(wrong, 0.0, None, Earlier(0.0, 0.0))
+    assert judge(wrong, None, None, noisy=False).verdict == Verdict.FAIL
+    above = replace(in_runs(110.0, 110.0, 90.0), bound=Bound(100.0, "data sheet"))
+    assert judge(above, None, None, noisy=is_noisy(above, 0.0)).verdict == Verdict.FAIL
+    recorded = in_runs(70.0, 70.0, 70.0, 70.0, 70.0, 99.0, better="")
+    assert not is_noisy(recorded, 0.0, None, Earlier(100.0, 0.0))
 
 
 @given(st.floats(1.0, 1e6), st.floats(0.0, 0.2))

@@ -14,10 +14,11 @@ import pytest
 
 from megatoken.errors import ExitCode, UsageError
 from megatoken.files import plain, to_json
-from megatoken.hardware.qualify import catalog, processor
+from megatoken.hardware.qualify import catalog, processor, session
 from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, HardwareTest, choose
-from megatoken.hardware.qualify.session import exit_code, qualify
-from megatoken.hardware.qualify.values import Setting
+from megatoken.hardware.qualify.processes import Ended, Returned
+from megatoken.hardware.qualify.session import CONFIRMATIONS, exit_code, qualify
+from megatoken.hardware.qualify.values import Setting, Value
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view
@@ -142,6 +143,58 @@ def test_a_value_that_is_slow_once_is_noisy_and_no_fault(tiny: Setting, tmp_path
         assert test["verdict"] == "MARGINAL"
     else:
         assert (test["verdict"], value["windows"]) == ("PASS", [60.0] * 3 + [100.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "windows"),
+    [
+        ("slow_four_times", "MARGINAL", [60.0, 61.0, 59.0] * 4 + [100.0, 101.0, 99.0]),
+        ("slow_always", "FAIL", [60.0, 61.0, 59.0] * (2 + CONFIRMATIONS)),
+    ],
+)
+def test_a_slow_value_fails_only_if_it_stays_slow_at_the_end(
+    name: str, verdict: str, windows: list[float], tiny: Setting, tmp_path: Path
+) -> None:
+    """Neither spread nor drift shows that the last of five runs differs."""
+    saved = tmp_path / "earlier.json"
+    saved.write_text(to_json(run("steady", setting=tiny)))
+    (test,) = run(name, setting=tiny, baseline=saved)["tests"]
+    (value,) = test["values"]
+    assert (value["windows"], test["runs"]) == (windows, len(windows) // 3)
+    assert value["spread"] < 0.05 and value["drift"] < 0.025
+    assert (test["verdict"], value["noisy"]) == (verdict, verdict == "MARGINAL")
+
+
+@pytest.mark.parametrize(
+    ("device", "order"),
+    [
+        ("cpu", ["slow", "other", "also slow"] + ["slow", "also slow"] * (1 + CONFIRMATIONS // 2)),
+        ("gpu", ["slow", "other", "also slow", "slow", "also slow"]),  # no other machine has work on it
+    ],
+)
+def test_slow_tests_share_the_confirmations(
+    device: catalog.Device, order: list[str], tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tests are slow, the set does not take much longer."""
+    ran: list[str] = []
+    rate = 100.0
+
+    def run_here(test: HardwareTest, *_: object) -> Ended:
+        ran.append(test.name)
+        windows = [rate if test.name != "other" else 100.0] * 3
+        return Ended((Returned(Value(test.name, "Rate", "GB/s", windows), 0.0),), 0.1, None)
+
+    monkeypatch.setattr(session, "run_alone", run_here)
+    tests = [HardwareTest(name, name, "") for name in ("slow", "other", "also slow")]
+    saved = tmp_path / "earlier.json"
+    *_, healthy = qualify(tests, tiny, device)
+    saved.write_text(to_json(healthy))
+    ran.clear()
+    rate = 60.0
+    *documents, last = qualify(tests, tiny, device, baseline=saved)
+    assert ran == order
+    assert [test["verdict"] for test in last["tests"]] == ["FAIL", "PASS", "FAIL"]
+    assert last["complete"] and not any(document["complete"] for document in documents)
 
 
 def test_a_test_that_runs_twice_shows_drift(tiny: Setting) -> None:

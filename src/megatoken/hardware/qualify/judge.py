@@ -67,11 +67,22 @@ def overall(tests: Sequence[Mapping[str, Any]]) -> Verdict:
     return verdict
 
 
-def is_noisy(value: Value, core_wait_share: float | None) -> bool:
-    """Whether a repetition could differ by more than 5 %; counts of errors never are."""
+def is_noisy(
+    value: Value, core_wait_share: float | None, band: Band | None = None, earlier: Earlier | None = None
+) -> bool:
+    """Whether a repetition could differ by more than 5 %; counts of errors never are.
+
+    A speed also is if it is too slow in all runs together and not in one of them: a fault of the machine is in each.
+    """
     if value.better == "zero":
         return False
-    return value.spread > NOISY_SPREAD or value.drift > NOISY_DRIFT or (core_wait_share or 0.0) > CONTENTION
+    if value.spread > NOISY_SPREAD or value.drift > NOISY_DRIFT or (core_wait_share or 0.0) > CONTENTION:
+        return True
+    in_all, in_best = (
+        any(one.verdict is Verdict.FAIL for one in _compared(value, median, band, earlier))
+        for median in (value.median, value.best_median)
+    )
+    return value.better in SPEEDS and in_all and not in_best
 
 
 def judge(outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy: bool) -> Judged:
@@ -88,11 +99,7 @@ def judge(outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy
     share, bound = outcome.share, outcome.bound
     if bound is not None and bound.certain and share is not None and share > IMPOSSIBLE_SHARE:
         return Judged(Verdict.FAIL, f"measurement error: {share:.0%} of what is possible ({bound.formula})")
-    found = []
-    if band is not None:
-        found.append(_against_band(outcome, band))
-    if earlier is not None:
-        found.append(_against_earlier(outcome, earlier))
+    found = list(_compared(outcome, outcome.median, band, earlier))
     if not found:
         return Judged(Verdict.NO_REFERENCE)
     judged = max(found, key=lambda one: ORDER.index(one.verdict))
@@ -101,10 +108,17 @@ def judge(outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy
     return judged
 
 
-def _against_band(value: Value, band: Band) -> Judged:
-    """Better than the band is no fault; the bound decides whether it is possible."""
-    limit = band.highest if value.better == "lower" else band.lowest
-    return _graded(value, limit, f"published values allow {number(limit)} {value.unit}")
+def _compared(value: Value, median: float, band: Band | None, earlier: Earlier | None) -> Iterator[Judged]:
+    """What a median of a value is worth next to each reference. Better than a band is no fault, see the bound."""
+    lower = value.better == "lower"
+    if band is not None:
+        limit = band.highest if lower else band.lowest
+        yield _graded(value, median, limit, f"published values allow {number(limit)} {value.unit}")
+    if earlier is not None:
+        allowed = tolerance(value, earlier)
+        limit = earlier.median * (1 + allowed if lower else 1 - allowed)
+        reference = f"the baseline had {number(earlier.median)} {value.unit}, {allowed:.1%} worse is allowed"
+        yield _graded(value, median, limit, reference)
 
 
 def tolerance(value: Value, earlier: Earlier) -> float:
@@ -112,20 +126,13 @@ def tolerance(value: Value, earlier: Earlier) -> float:
     return min(MOST_TOLERANCE, max(MARGIN, SPREADS * math.hypot(value.spread, earlier.spread)))
 
 
-def _against_earlier(value: Value, earlier: Earlier) -> Judged:
-    allowed = tolerance(value, earlier)
-    limit = earlier.median * (1 + allowed if value.better == "lower" else 1 - allowed)
-    reference = f"the baseline had {number(earlier.median)} {value.unit}, {allowed:.1%} worse is allowed"
-    return _graded(value, limit, reference)
-
-
-def _graded(value: Value, limit: float, reference: str) -> Judged:
+def _graded(value: Value, median: float, limit: float, reference: str) -> Judged:
     """PASS up to the limit, MARGINAL within 5 % behind it."""
     lower = value.better == "lower"
-    if value.median <= limit if lower else value.median >= limit:
+    if median <= limit if lower else median >= limit:
         return Judged(Verdict.PASS)
-    near = value.median <= limit * (1 + MARGIN) if lower else value.median >= limit * (1 - MARGIN)
-    reason = f"{number(value.median)} {value.unit}; {reference}"
+    near = median <= limit * (1 + MARGIN) if lower else median >= limit * (1 - MARGIN)
+    reason = f"{number(median)} {value.unit}; {reference}"
     return Judged(Verdict.MARGINAL if near else Verdict.FAIL, reason)
 
 

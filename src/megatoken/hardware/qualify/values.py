@@ -43,11 +43,17 @@ class Value:
     better: Literal["higher", "lower", "zero", ""] = "higher"
     bound: Bound | None = None  # None: none is known
     note: str = ""  # what a reader must know about it
+    run_medians: Sequence[float] = ()  # medians of the runs that ``windows`` are from, if there were several
 
     @property
     def median(self) -> float:
         """Of the windows."""
         return statistics.median(self.windows)
+
+    @property
+    def best_median(self) -> float:
+        """Of its best run."""
+        return (min if self.better == "lower" else max)(self.run_medians or [self.median])
 
     @property
     def spread(self) -> float:
