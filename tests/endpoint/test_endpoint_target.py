@@ -176,8 +176,15 @@ def test_cancelled_samples_leave_no_event_and_connections_are_used_again(server:
             target.submit(at, Request(f"ok {at}", max_tokens=500))
         while not target.poll(0.1):
             pass
-        target.cancel_all()
+        time.sleep(0.3)
+        seen = {event.sample_id: event for event in target.cancel_all() if event.token_times_ns is not None}
         assert target.state().in_flight == 0
+        for at in range(4):
+            times_ns, tokens = seen[at].token_times_ns, seen[at].output_tokens
+            sent_ns = np.array(server.sent_ns[f"ok {at}"])
+            assert times_ns is not None and tokens is not None and len(times_ns) == tokens > 5
+            assert len(sent_ns) - len(times_ns) < 5  # what was on its way
+            assert (times_ns > sent_ns[: len(times_ns)]).all()
         last = answered(target, prompts("ok", "quick"))
         assert {event.error for event in last.values()} == {None}
     assert target.withdraw() == []

@@ -112,8 +112,9 @@ class PacedTarget:
     def outcome(self, since_ns: int) -> dict[str, Any]:
         return {}
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[SampleEvent]:
         self._queue.clear()
+        return []
 
     def close(self) -> None:
         self.cancel_all()

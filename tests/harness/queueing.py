@@ -214,10 +214,11 @@ class QueueingTarget:
     def outcome(self, since_ns: int) -> dict[str, Any]:
         return {}
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[SampleEvent]:
         self._coming.clear()
         self._begun.clear()
         self._free_ns = [0] * len(self._free_ns)
+        return []
 
     def close(self) -> None:
         self.cancel_all()

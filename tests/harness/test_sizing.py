@@ -185,9 +185,10 @@ class ChunkedEngine:
     def outcome(self, since_ns: int) -> dict[str, Any]:
         return {}
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[SampleEvent]:
         self._waiting.clear()
         self._answering.clear()
+        return []
 
     def close(self) -> None:
         self.cancel_all()
@@ -346,8 +347,9 @@ class LateReplicas:
     def replicas(self) -> list[ReplicaReading]:
         return [ReplicaReading(None, 0, self.state(), Telemetry())]
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[SampleEvent]:
         self._queue.clear()
+        return []
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,11 @@ class ProcessTarget:
         waiting, self._waiting = self._waiting, deque()
         return [sample for sample, _ in waiting]
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[SampleEvent]:
         self._waiting.clear()
         self._sent.clear()
         self._begun.clear()
+        return []
 
     def close(self) -> None:
         self._process.kill()

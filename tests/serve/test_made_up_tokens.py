@@ -40,3 +40,18 @@ def test_a_run_and_a_sweep_say_that_the_tokens_of_the_server_are_made_up(
     for page in (run / "report.html", sweep / "sweep.html"):
         assert said.split("'")[0] in page.read_text()
     assert [item.id for item in audit(run).findings if item.severity is Severity.FAIL] == []
+
+
+@pytest.mark.timing
+def test_tokens_of_answers_that_outlast_a_sweep_count(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("input_tokens,output_tokens\n" + "8,10\n8,500\n" * 10)
+    with serving("--engine", "mock", "--tokens-per-second", "50") as server:
+        common = ("--endpoint", server.url + "/v1", "--endpoint.processes", 1, "--warm-up", 0, "--out", tmp_path)
+        more = ("--concurrency", 8, "--settle", 0.5, "--window", 2, "--lengths", lengths)
+        assert call_here("sweep", *common, *more)[0] == 0
+    [sweep] = tmp_path.glob("*-sweep-*")
+    [point] = json.loads((sweep / "sweep.json").read_text())["points"]
+    assert point["requests_unended"] > 0
+    assert point["output_tokens_per_second"] == pytest.approx(8 * 50, rel=0.05)  # without them about 50
+    assert [item.id for item in audit(sweep / point["run"]).findings if item.severity is Severity.FAIL] == []

@@ -28,6 +28,9 @@ class SeenTokens:
 
     Without ``tokens.parquet``, the tokens of an answer count as evenly spaced from its first to its last, and gaps are
     unknown. Where pieces of text were seen and not tokens, a piece counts as its share of the answer's tokens.
+
+    Answers that were cut off at the end of the load count too: a piece of theirs as a piece of the others does on
+    average, and without ``tokens.parquet`` a token at the median pace of the others, from the first one on.
     """
 
     def __init__(self, times: Floats, owners: NDArray[np.int64], weights: Floats, *, known: bool) -> None:
@@ -40,12 +43,18 @@ class SeenTokens:
         table = read_token_times(run.path)
         if table is not None:
             return cls._recorded(table, run.requests, samples)
-        counts = np.where(samples.completed, samples.output_tokens, 0).astype(np.int64)
+        first, last, counts = samples.first, samples.last, np.where(samples.completed, samples.output_tokens, 0)
+        cut = samples.cancelled & np.isfinite(first)
+        pace = samples.tpot[samples.completed]
+        if cut.any() and np.isfinite(pace).any():
+            last = np.where(cut, np.nanmax(last), last)
+            counts = np.where(cut, np.maximum(0, (last - first) // np.nanmedian(pace)) + 1, counts)
+        counts = counts.astype(np.int64)
         owners = np.repeat(np.arange(len(samples)), counts)
         position = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
         share = position / np.maximum(counts[owners] - 1, 1)
-        first, last = samples.first[owners], samples.last[owners]
-        return cls(first + share * (last - first), owners, np.ones(len(owners)), known=False)
+        times = first[owners] + share * (last - first)[owners]
+        return cls(times, owners, np.ones(len(owners)), known=False)
 
     @classmethod
     def _recorded(cls, table: pa.Table, requests: pa.Table, samples: Samples) -> SeenTokens:
@@ -57,7 +66,9 @@ class SeenTokens:
         counts = np.diff(lists.offsets.to_numpy())
         rows = order[np.searchsorted(ids, table["sample_id"].to_numpy(), sorter=order)]
         owners = np.repeat(rows, counts)
-        weights = np.repeat(samples.output_tokens[rows] / np.maximum(counts, 1), counts)
+        tokens, whole = samples.output_tokens[rows], samples.completed[rows]
+        per_piece = tokens[whole].sum() / max(counts[whole].sum(), 1) if whole.any() else 1.0
+        weights = np.repeat(np.where(whole, tokens / np.maximum(counts, 1), per_piece), counts)
         kept = ~samples.failed[owners]
         return cls(lists.flatten().to_numpy()[kept] / 1e9, owners[kept], weights[kept], known=True)
 

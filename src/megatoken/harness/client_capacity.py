@@ -91,9 +91,10 @@ class InstantTarget:
         """Nothing waits."""
         return []
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[SampleEvent]:
         """Drops what was submitted."""
         self._submitted.clear()
+        return []
 
     def close(self) -> None:
         """Does nothing."""

@@ -212,12 +212,12 @@ class Measurement:
 
     def abandon(self) -> None:
         """Ends every sample that has not ended as cancelled, here and in the target; each has its row."""
-        self._target.cancel_all()
+        rows = [row for event in self._target.cancel_all() if (row := self._take(event)) is not None]
         for query in self._queue:
             for number in query.numbers:
                 self._open_sample(number, query)
         self._queue.clear()
-        rows = [self._end(number, "cancelled", last_ns=None) for number in list(self._open)]
+        rows += [self._end(number, "cancelled", last_ns=None) for number in list(self._open)]
         if rows:
             self._record.add_samples(rows)
 

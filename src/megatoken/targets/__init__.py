@@ -65,8 +65,11 @@ class Target(Protocol):
     def withdraw(self) -> list[int]:
         """Drops every sample that no replica has begun and returns their ids; no event follows for them."""
 
-    def cancel_all(self) -> None:
-        """Drops every sample in flight; no event follows for any of them."""
+    def cancel_all(self) -> list[SampleEvent]:
+        """Drops every sample in flight; no event follows for any of them.
+
+        Returns what was not reported of them yet: ends that came meanwhile, and when the tokens of others were seen.
+        """
 
     def close(self) -> None:
         """Frees what the target holds."""

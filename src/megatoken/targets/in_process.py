@@ -170,7 +170,7 @@ class InProcessTarget:
             self.engine.cancel(request_id)
         return [self._samples.pop(request_id) for request_id in request_ids]
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[SampleEvent]:
         """Drops every sample in flight and steps until the engine has reported their ends."""
         for request_id in self._samples:
             self.engine.cancel(request_id)
@@ -179,6 +179,7 @@ class InProcessTarget:
         self._samples.clear()
         self._unstarted.clear()
         self._started_ns.clear()
+        return []  # ``poll`` has reported every token
 
     def _note_started(self, began_ns: int) -> None:
         """Notes which samples the step began: the engine admits in order, and after a preemption no new request.

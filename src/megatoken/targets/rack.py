@@ -95,9 +95,10 @@ class RackTarget:
         """Drops the samples that no replica holds; returns their ids."""
         return self._hub.withdraw()
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[SampleEvent]:
         """Drops every sample, here and on the replicas."""
         self._hub.cancel_all()
+        return []  # replicas report tokens with the end of a sample
 
     def close(self) -> None:
         """Ends the replicas."""

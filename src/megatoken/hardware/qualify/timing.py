@@ -41,7 +41,8 @@ def undisturbed_seconds(run: Callable[[], object], setting: Setting) -> list[flo
 
 def _calls_until(run: Callable[[], object], end: float) -> list[float]:
     """Seconds of each call; at least one is made."""
-    calls, before = [], time.perf_counter()
+    calls: list[float] = []
+    before = time.perf_counter()
     while not calls or before < end:
         run()
         now = time.perf_counter()

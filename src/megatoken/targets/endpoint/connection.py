@@ -149,8 +149,7 @@ class Connection:
 
     def received(self, data: bytes, now_ns: int) -> None:
         """Part of an answer."""
-        if self.held:
-            self.flush()
+        self.take_held()
         self._begun = True
         exchange = self._exchange
         if exchange is None:
@@ -208,8 +207,7 @@ class Connection:
 
     def ended(self, error: OSError | None) -> None:
         """The server, the network or this process closed the connection."""
-        if self.held:
-            self.flush()
+        self.take_held()
         exchange = self._exchange
         if exchange is None:
             self.close()
@@ -283,10 +281,14 @@ class Connection:
         self._exchange = self._answer = None
         self.close()
 
-    def finish(self) -> None:
-        """The stream said that it is done, and its end does not come."""
+    def take_held(self) -> None:
+        """Takes apart what is held until now."""
         if self.held:
             self.flush()
+
+    def finish(self) -> None:
+        """The stream said that it is done, and its end does not come."""
+        self.take_held()
         if self._exchange is not None:
             self._complete(reusable=False)
 

@@ -27,6 +27,7 @@ from megatoken.targets.endpoint.observations import Observations
 from megatoken.targets.endpoint.wire import Asked, ClientSettings, Ended, Failed, News, Task
 
 TEXTS_AT_FIRST, TEXTS_LATER = 256, 64  # the first answers keep their text, later every so many
+CANCEL_SECONDS = 2.0  # in which client processes say what was seen of the requests that they cancel
 SWITCH_SECONDS = 0.0002  # Python's 5 ms would hold up a request that is due while a thread writes the run folder
 _KNOWN = {"in_flight", "waiting", "output_tokens", "processed_tokens", "replicas"}  # fields that a client knows
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -218,16 +219,44 @@ class EndpointTarget:
         queue, self._queue = self._queue, deque()
         return [sample.sample_id for sample in queue]
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[SampleEvent]:
         """Closes the connections of all open requests."""
         self._queue.clear()
+        asked: dict[ClientProcess, list[int]] = {}
         for client in self._clients.left():
+            asked[client] = [ticket for ticket, sample in self._open.items() if sample.client is client]
             client.flush()
-            client.send(Asked.CANCEL, [ticket for ticket, sample in self._open.items() if sample.client is client])
+            client.send(Asked.CANCEL, asked[client])
+        events = self._seen_before(asked)
+        for client in self._clients.left():
             client.in_flight = 0
         self._open.clear()
         for one in self._endpoints:
             one.in_flight = 0
+        return events
+
+    def _seen_before(self, asked: dict[ClientProcess, list[int]]) -> list[SampleEvent]:
+        """What the client processes report until each has cancelled the tickets that it was ``asked`` to."""
+        events: list[SampleEvent] = []
+        until = time.monotonic() + CANCEL_SECONDS
+        while asked and (left := until - time.monotonic()) > 0:
+            sockets = {client.channel.socket: client for client in asked}
+            more = [one for one, client in sockets.items() if client.channel.pending]
+            readable, writable, _ = select.select(list(sockets), more, [], left)
+            for one in writable:
+                sockets[one].flush()
+            for client in map(sockets.__getitem__, readable):
+                try:
+                    messages = client.receive()
+                except WireError:  # the next poll notices it
+                    del asked[client]
+                    continue
+                for kind, value in messages:
+                    if kind == News.CANCELLED and value == asked.get(client):
+                        del asked[client]
+                    else:
+                        self._take(client, kind, value, events)
+        return events
 
     def close(self) -> None:
         """Ends the client processes."""
@@ -259,6 +288,8 @@ class EndpointTarget:
         elif kind == News.METRICS:
             at, metrics = value
             self._endpoints[at].metrics = metrics
+        elif kind == News.CANCELLED:
+            pass  # of samples that another endpoint has
         elif kind == News.BACK:
             end = self._endpoints[value]
             assert end.loss is not None
@@ -283,6 +314,13 @@ class EndpointTarget:
             end.output_tokens += fields[2] - sample.seen_tokens
             sample.seen_tokens = fields[2]
             events.append(SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), output_tokens=fields[2]))
+        elif kind == wire.CUT:
+            ahead_ns = self._ahead_ns(sample, fields[2], fields[3])
+            times_ns = np.frombuffer(fields[4], np.int64) - ahead_ns
+            seen = len(times_ns)
+            events.append(
+                SampleEvent(sample.sample_id, (), None, fields[3], output_tokens=seen, token_times_ns=times_ns)
+            )
         elif kind == wire.END:
             ended = Ended(*fields)
             if ahead_ns := self._ahead_ns(sample, ended.sent_ns, ended.last_ns):

@@ -18,7 +18,7 @@ from megatoken.framing import FrameReader, frame
 from megatoken.targets.endpoint.address import Address
 from megatoken.targets.endpoint.bodies import Api
 
-FIRST, PROGRESS, END, FAILURE = range(4)  # kinds of events, the first of their fields
+FIRST, PROGRESS, END, FAILURE, CUT = range(5)  # kinds of events, the first of their fields
 
 
 class Asked(IntEnum):
@@ -38,7 +38,8 @@ class News(IntEnum):
     METRICS = 2  # number of an endpoint, its metrics
     BACK = 3  # number of an endpoint that answers again
     PONG = 4  # the time of a PING; its monotonic clock and its wall clock in ns
-    PRIORITY = 5  # what it runs at while requests have times at which they leave: a Priority
+    CANCELLED = 5  # [ticket] of a CANCEL; what was seen of them came before
+    PRIORITY = 6  # what it runs at while requests have times at which they leave: a Priority
 
 
 class Task(NamedTuple):

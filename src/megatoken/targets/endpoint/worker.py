@@ -261,8 +261,16 @@ class Client:
         return connection
 
     def _cancel(self, ticket: int) -> None:
-        exchange = self._open.pop(ticket, None)
+        """Ends a request; reports when the tokens came that it has."""
+        exchange = self._open.get(ticket)
         if exchange is not None and exchange.connection is not None:
+            exchange.connection.take_held()
+        if self._open.pop(ticket, None) is None or exchange is None:
+            return  # what was held was the end of the answer
+        answer = exchange.answer
+        if answer is not None and answer.frames:
+            self._report((wire.CUT, ticket, exchange.sent_ns, answer.times[-1], answer.times.tobytes()))
+        if exchange.connection is not None:
             exchange.connection.abandon()
 
     def _head(self, at: int) -> bytes:
@@ -300,6 +308,8 @@ class Client:
             if kind == wire.Asked.CANCEL:
                 for ticket in value:
                     self._cancel(ticket)
+                self._flush()
+                self._tell(wire.News.CANCELLED, value)
                 continue
             for fields in value:
                 exchange = Exchange(Task(*fields), deadline)
