@@ -9,7 +9,6 @@ import select
 import socket
 import ssl
 import time
-import zlib
 from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
@@ -22,12 +21,12 @@ from megatoken.rack.wire import dial
 from megatoken.targets.endpoint import wire
 from megatoken.targets.endpoint.address import cause_of, trust
 from megatoken.targets.endpoint.alarm import Alarm
-from megatoken.targets.endpoint.answers import Answer, Flag
 from megatoken.targets.endpoint.bodies import PATHS
 from megatoken.targets.endpoint.connection import Connection, Exchange
+from megatoken.targets.endpoint.counting import report_of
 from megatoken.targets.endpoint.dialer import Dialer
 from megatoken.targets.endpoint.priority import OwnPriority
-from megatoken.targets.endpoint.wire import ClientSettings, Ended, Failed, Task, pack, unpack
+from megatoken.targets.endpoint.wire import ClientSettings, Failed, Task, pack, unpack
 
 LOOK_SECONDS = 0.05
 LATE_SECONDS = 0.01  # after its time, a look at the clock counts as late, and so may the times of tokens be
@@ -37,8 +36,6 @@ PROBE_SECONDS = 1.0  # between two questions to an endpoint that was lost
 AFTER_DONE_SECONDS = 1.0  # how long the end of a stream may take after [DONE]
 RETRY_SECONDS = 1.0  # where the server does not say when to try again
 LONGEST_RETRY_SECONDS = 60.0
-OVER_TOKENS, OVER_SHARE = 1, 0.02  # beyond max_tokens, the larger: a counted end token, or rounding of a long answer
-CUT_SHARE = 0.95  # of max_tokens; an answer that ends by length with fewer was cut
 RECEIVE_BYTES = 1 << 20
 DIAL_SECONDS = 10.0
 # A machine is gone after 30 s, also while something that was sent is not acknowledged.
@@ -116,7 +113,7 @@ class Client:
     def answered(self, exchange: Exchange) -> None:
         """Reports a whole answer."""
         if self._open.pop(exchange.task.ticket, None) is not None:
-            self._report(tuple(_ended(exchange)))
+            self._report(tuple(report_of(exchange)))
 
     def failed(self, exchange: Exchange, cause: str, message: str) -> None:
         """Reports a failure; a request that a stale connection swallowed is sent once more."""
@@ -434,65 +431,6 @@ def _dial(run: wire.Run) -> socket.socket:
     for option, value in KEEP_ALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     return connection
-
-
-def _ended(exchange: Exchange) -> Ended:
-    answer, task = exchange.answer, exchange.task
-    assert answer is not None
-    answer.check_prompt_tokens(len(task.body))
-    flags = answer.flags
-    if answer.token_ids:
-        tokens, counted_by = len(answer.token_ids), "ids"
-    elif answer.output_tokens >= 0:
-        tokens, counted_by = answer.output_tokens, "usage"
-    else:
-        tokens, counted_by = answer.frames, "frames"
-    if tokens > task.max_tokens:
-        flags |= Flag.OVER_LIMIT
-    uncounted = _why_uncounted(answer, tokens, counted_by, task.max_tokens)
-    if not uncounted:
-        if answer.output_tokens < 0:
-            flags |= Flag.NO_USAGE
-        if answer.finish_reason == "length" and tokens < CUT_SHARE * task.max_tokens:
-            flags |= Flag.CUT
-        if task.forced and tokens < task.max_tokens and answer.finish_reason != "length":
-            flags |= Flag.NOT_FORCED
-        if 0 <= answer.output_tokens < answer.frames:
-            flags |= Flag.FEWER_THAN_FRAMES
-    times = answer.times
-    return Ended(
-        wire.END,
-        task.ticket,
-        exchange.sent_ns,
-        times[0] if answer.frames else 0,
-        times[-1] if times else time.monotonic_ns(),
-        answer.finish_reason,
-        tokens,
-        counted_by,
-        answer.input_tokens,
-        answer.cached_tokens,
-        answer.frames,
-        times.tobytes() if answer.frames else b"",
-        tuple(answer.token_ids),
-        answer.text,
-        int(flags),
-        zlib.crc32(task.body),  # the same in every process
-        answer.text_hash,
-        answer.first_piece_hash,
-        exchange.retries,
-        answer.first_characters,
-        uncounted,
-    )
-
-
-def _why_uncounted(answer: Answer, tokens: int, counted_by: str, max_tokens: int) -> str:
-    if tokens > max_tokens + max(OVER_TOKENS, OVER_SHARE * max_tokens):
-        return f"the answer has {tokens:,} tokens by its {counted_by}, but max_tokens allows {max_tokens:,}"
-    if counted_by == "frames" and not answer.streamed:
-        if answer.no_count is not None:
-            return f"the answer's usage has {answer.no_count} output tokens, which is no count"
-        return "the answer has no usage and is no stream, so its tokens cannot be counted; add --endpoint.stream true"
-    return ""
 
 
 def main() -> None:
