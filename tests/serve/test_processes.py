@@ -381,6 +381,7 @@ def test_browsers_may_call_a_name_may_have_slashes_and_json_logs_never_hold_text
         assert "access-control-allow-origin" not in other.headers
         wait_until(lambda: any('"mine"' in line for line in server.log), "the log names it")
         lines = [json.loads(line) for line in server.log if line.startswith("{")]
+        assert lines[0]["message"] == f"loading reference, to serve it on http://127.0.0.1:{server.port}"
         (line,) = [one for one in lines if one.get("request_id") == "mine" and one["path"] == "/v1/completions"]
         assert (line["request_id"], line["status"], line["method"]) == ("mine", 200, "POST")
         assert "quick" not in "".join(server.log)

@@ -140,6 +140,7 @@ class _Supervisor:
         for number in signals:
             loop.add_signal_handler(number, self._on_signal)
         self._warn()
+        self._log.note(f"loading {self._options.model}, to serve it on {self._url()}")
         keeping = [loop.create_task(self._keep_engine())]
         if self._rack is not None:
             self._replicas_left = len(self._rack.slots)
@@ -340,12 +341,14 @@ class _Supervisor:
         if self._announced or self._model is None or len(self._ready_http) < len(self._listeners):
             return
         self._announced = True
-        scheme = "https" if self._options.tls_certificate is not None else "http"
-        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
         seconds = time.monotonic() - self._began
         made_up = f"; tokens are made up: {stand_in}" if (stand_in := self._options.stand_in) else ""
-        at = f"{scheme}://{host}:{self._port()}"
-        self._log.note(f"serving {self._model} on {at} (ready in {seconds:.1f} s{made_up})")
+        self._log.note(f"serving {self._model} on {self._url()} (ready in {seconds:.1f} s{made_up})")
+
+    def _url(self) -> str:
+        scheme = "https" if self._options.tls_certificate is not None else "http"
+        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+        return f"{scheme}://{host}:{self._port()}"
 
     def _port(self) -> int:
         return int(self._listeners[0].getsockname()[1])
