@@ -31,6 +31,15 @@ def test_a_qualification_prints_the_answer_and_saves_document_and_page(tmp_path:
     assert (out_file.parent / "qualify.json").is_file() and (out_file.parent / "qualify.html").is_file()
 
 
+def test_a_name_without_json_is_a_folder_as_for_other_commands(tmp_path: Path) -> None:
+    code, out, _ = call_here("qualify", "--tests", "facts", "--out", tmp_path / "results")
+    assert code == 0 and f"Saved: {tmp_path / 'results' / 'qualify.json'}" in out
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {"qualify.json", "qualify.html"}
+    (tmp_path / "notes").write_text("mine")
+    code, _, err = call_here("qualify", "--tests", "facts", "--out", tmp_path / "notes")
+    assert code == 2 and "notes: a file that is no .json; give a folder" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

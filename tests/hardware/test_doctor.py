@@ -213,6 +213,16 @@ def test_the_command_prints_what_to_fix_first(tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith("OK ")
 
 
+def test_a_sealed_folder_is_named_as_one_that_runs_cannot_be_written_in(tmp_path: Path) -> None:
+    seal = {"files": {}, "sealed_at": "2026-11-20T09:12:33Z"}
+    (tmp_path / "seal.json").write_text(json.dumps(seal))
+    for folder in (tmp_path, tmp_path / "new"):
+        _, out, _ = call_here("doctor", "--out", folder, "--json")
+        [finding] = [one for one in json.loads(out)["findings"] if one["code"] == "folder_writable"]
+        assert finding["state"] == "FIX"
+        assert "a run is refused there" in finding["message"] and "breaks the seal" in finding["message"]
+
+
 def test_a_run_takes_no_folder_to_examine(tmp_path: Path) -> None:
     code, _, err = call_here("doctor", tmp_path, "--out", tmp_path)
     assert code == 2 and "give RUN or --out, not both" in err

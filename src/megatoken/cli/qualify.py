@@ -35,7 +35,7 @@ def qualify(
     of: Annotated[Path | None, flag("FILE", "Compare this qualify.json, and test nothing.")] = None,
     disk: Annotated[Path, flag("DIR", "Folder whose disk is tested.")] = Path(),
     out: Annotated[
-        Path, flag("FILE", "File for the JSON document, or a folder; its HTML page goes next to it.")
+        Path, flag("DIR|FILE.json", "Folder for qualify.json, or a .json file; its HTML page goes next to it.")
     ] = Path("qualify.json"),
     json_only: Json = False,
 ) -> int:
@@ -67,7 +67,9 @@ def qualify(
     if not disk.is_dir():
         raise UsageError(f"--disk {disk}: no such folder; name a folder on the disk to test")
     setting = replace(SETTINGS[device][full], folder=disk)
-    if out.is_dir():
+    if out.suffix != ".json" or out.is_dir():
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"--out {out}: a file that is no .json; give a folder, or a file such as qualify.json")
         out = out / "qualify.json"
     if baseline is not None and baseline.resolve() == out.resolve():
         raise UsageError(f"--baseline {baseline}: the new result would replace it; give another file with --out")
@@ -125,8 +127,9 @@ def doctor(
         raise UsageError("--out: the folder for runs to examine; give RUN or --out, not both")
     if run is None:
         from megatoken.hardware.doctor import examine
+        from megatoken.runs.seal import refuse_sealed
 
-        document = examine(folder or Path())
+        document = examine(folder or Path(), refuse_sealed)
     else:
         from megatoken.analysis.diagnosis import diagnosis
         from megatoken.runs.run import read_run

@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from megatoken.errors import StorageError, how_to_install
+from megatoken.errors import StorageError, UsageError, how_to_install
 from megatoken.files import check_writable, new_document
 from megatoken.hardware.inventory import cpu, memory, multiplies_bf16
 from megatoken.hardware.nvml import (
@@ -101,8 +101,13 @@ def unknown(code: str, message: str, command: str = "") -> Finding:
     return Finding(code, State.UNKNOWN, message, command)
 
 
-def check_system(folder: Path) -> Iterator[Finding]:
-    """Findings about the machine; ``folder`` is where runs are written. Watches the load for half a second."""
+def check_system(folder: Path, refuse: Callable[[Path], None] | None = None) -> Iterator[Finding]:
+    """Findings about the machine; watches the load for half a second.
+
+    Args:
+        folder: where runs are written.
+        refuse: raises the error of a run that may not write there, whatever the file system allows.
+    """
     yield _governor()
     yield from _cores_and_memory()
     yield from _load()
@@ -110,7 +115,7 @@ def check_system(folder: Path) -> Iterator[Finding]:
     yield _huge_pages()
     yield _open_files()
     yield _disk(folder)
-    yield _writable(folder)
+    yield _writable(folder, refuse)
     yield _clock()
 
 
@@ -228,10 +233,14 @@ def _disk(folder: Path) -> Finding:
     return ok(code, f"{free / 1e9:,.0f} GB are free in {folder.resolve()}")
 
 
-def _writable(folder: Path) -> Finding:
+def _writable(folder: Path, refuse: Callable[[Path], None] | None) -> Finding:
     code = "folder_writable"
     try:
+        if refuse is not None:
+            refuse(folder)
         check_writable(folder)
+    except UsageError as error:
+        return fix(code, f"a run is refused there: {error}", "")
     except StorageError as error:
         return fix(code, str(error), f"ls -ld {quote(str(folder))}; findmnt -T {quote(str(folder))}")
     return ok(code, f"runs can be written in {folder.resolve()}")
@@ -338,10 +347,10 @@ def _check(gpu: NvmlGpu, index: int) -> Iterator[Finding]:
         yield fix(f"gpu{index}_shared", message, f"stop them: kill {ids}")
 
 
-def examine(folder: Path) -> dict[str, Any]:
-    """Look at the machine, with ``folder`` for the disk; the findings to fix first."""
+def examine(folder: Path, refuse: Callable[[Path], None] | None = None) -> dict[str, Any]:
+    """Look at the machine, with ``folder`` and ``refuse`` as ``check_system``; the findings to fix first."""
     has_gpu = DRIVER.exists()
-    found = [*check_system(folder), *check_software(has_gpu), *(_gpus() if has_gpu else ())]
+    found = [*check_system(folder, refuse), *check_software(has_gpu), *(_gpus() if has_gpu else ())]
     found.sort(key=lambda finding: list(State).index(finding.state))
     return new_document("doctor", findings=[asdict(finding) for finding in found])
 
