@@ -104,9 +104,8 @@ class RateFinder:
 
     @property
     def outcome(self) -> str:
-        """The state of the search as text; if no rate was found, why."""
-        why = self._too_few or ("the client, not the server, was the limit" if self.limited_by_client else None)
-        return self._search.outcome + (f": {why}" if why else "")
+        """The state of the search as text; if no rate can show a p99, why. That the client was the limit is a field."""
+        return self._search.outcome + (f": {self._too_few}" if self._too_few else "")
 
     @property
     def limited_by_client(self) -> bool:
