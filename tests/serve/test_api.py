@@ -126,6 +126,7 @@ def test_a_field_that_is_known_and_not_supported_is_refused(server: Served, name
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"enum": []}}}}, "text.format", "is refused"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "runs no tools itself, such as 'web_search'"),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools", "how this model calls tools is unknown"),
     ],
 )

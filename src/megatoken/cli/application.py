@@ -143,8 +143,11 @@ def _explained(error: Exception) -> str:
 
     from megatoken.yaml_files import demand
 
-    why = demand(error.__cause__.errors()[0]) if isinstance(error.__cause__, ValidationError) else None
-    return f"{names[0]}: {why}" if why else message
+    if not isinstance(error.__cause__, ValidationError):
+        return message
+    detail = error.__cause__.errors()[0]
+    of_typer = detail["type"] == "value_error"  # a sentence that names the value
+    return f"{names[0]}: {str(detail['ctx']['error']).rstrip('.') if of_typer else demand(detail)}"
 
 
 _commands = cache(partial(get_command, app))  # once a process, which may run several

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -33,7 +33,8 @@ def serve(
         str | None, typer.Option(metavar="KEY,KEY...", help="Keys that clients must send. Or MEGATOKEN_API_KEY.")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(metavar="real|mock", help="mock: make up tokens, to measure all but the engine.")
+        Literal["real", "mock"] | None,
+        typer.Option(metavar="real|mock", help="mock: make up tokens, to measure all but the engine."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write log lines as JSON.")] = False,
     random_weights: Annotated[bool, typer.Option("--random-weights", help=MODEL_KEYS["random-weights"][1])] = False,

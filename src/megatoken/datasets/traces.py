@@ -38,6 +38,11 @@ COLUMNS = {  # time, prompt and answer in the CSV formats
     "BurstGPT": ("Timestamp", "Request tokens", "Response tokens"),
     "Azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
 }
+MOONCAKE = ("timestamp", "input_length", "output_length")
+_KNOWN = (
+    f"give JSON lines of Mooncake, each with {', '.join(MOONCAKE)}, or a CSV with the columns"
+    f" {' or '.join(','.join(columns) for columns in COLUMNS.values())}"
+)
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?(?:\+00:00|Z)?")  # Azure has seven digits of a second
 
 
@@ -137,10 +142,12 @@ def _mooncake(first: tuple[str, bytes], lines: Iterator[tuple[str, bytes]]) -> I
             fields = json.loads(line)
             ids = tuple(fields.get("hash_ids") or ())
         except (ValueError, AttributeError, TypeError, RecursionError):
-            raise DatasetError(f"{place}: not a JSON object of a Mooncake trace") from None
+            raise DatasetError(f"{place}: not a JSON object, as in a trace of Mooncake; {_KNOWN}") from None
+        if missing := [name for name in MOONCAKE if name not in fields]:
+            raise DatasetError(f"{place}: not of a trace, for it has no {', '.join(missing)}; {_KNOWN}")
         if not all(isinstance(one, int) and 0 <= one < 2**62 for one in ids):
             raise DatasetError(f"{place}: hash_ids must be a list of whole numbers")
-        numbers = [_number(place, name, fields.get(name)) for name in ("timestamp", "input_length", "output_length")]
+        numbers = [_number(place, name, fields.get(name)) for name in MOONCAKE]
         yield numbers[0] / 1000, _count(numbers[1]), _count(numbers[2]), ids
 
 
@@ -148,8 +155,7 @@ def _csv_rows(first: tuple[str, bytes], lines: Iterator[tuple[str, bytes]]) -> t
     head = next(csv.reader([first[1].decode(errors="replace").strip()]))
     name = next((name for name, columns in COLUMNS.items() if set(columns) <= set(head)), None)
     if name is None:
-        wanted = " or ".join(",".join(columns) for columns in COLUMNS.values())
-        raise DatasetError(f"{first[0]}: not a trace; expected JSON lines of Mooncake, or a CSV with {wanted}")
+        raise DatasetError(f"{first[0]}: not a trace; {_KNOWN}")
     columns = COLUMNS[name]
 
     def rows() -> Iterator[_Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, MOST_TOKEN_IDS, Body, GenerationFields, Items, Part
 
@@ -61,10 +61,23 @@ class Function(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
-    """A tool; only functions are supported."""
+def _run_by_the_client(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "function":
+        raise ValueError(
+            f"this server runs no tools itself, such as {kind[:64]!r}; leave it out, or give one of the type 'function'"
+        )
+    return kind
 
-    type: Literal["function"]
+
+class ClientTool(Part):
+    """A tool; only functions, which the client runs, are supported."""
+
+    type: Annotated[Literal["function"], BeforeValidator(_run_by_the_client)]
+
+
+class Tool(ClientTool):
+    """A function that the model may call."""
+
     function: Function
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megatoken.serve.schema_chat import MOST_TOOLS, Function, NamedFunction
+from megatoken.serve.schema_chat import MOST_TOOLS, ClientTool, Function, NamedFunction
 from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, Items, NamedSchema, Part, SamplingFields
 
 
@@ -56,10 +56,8 @@ class ReasoningItem(Part):
     content: Annotated[Items[ReasoningText], Field(max_length=MOST_PARTS)] = Field(default_factory=list)
 
 
-class ResponsesTool(Function):
+class ResponsesTool(Function, ClientTool):  # the type is checked first, as another one has other fields
     """A function that the model may call; ``parameters`` is a JSON schema."""
-
-    type: Literal["function"]
 
 
 class NamedTool(NamedFunction):
