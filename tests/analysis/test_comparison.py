@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatoken.analysis.aggregation import aggregate
-from megatoken.analysis.comparison import Entry, compare, ratio_interval, ratios, software_differences, student_t
+from megatoken.analysis.comparison import (
+    Entry,
+    compare,
+    differences,
+    ratio_interval,
+    ratios,
+    software_differences,
+    student_t,
+)
 from megatoken.analysis.entries import accelerator_entry, aggregate_entry, published_entry, run_entry
 from megatoken.analysis.machine import Occupation
 from megatoken.analysis.published import (
@@ -29,6 +37,7 @@ from megatoken.errors import UsageError
 from megatoken.files import plain
 from megatoken.planning.assumptions import load_assumptions
 from megatoken.planning.throughput import from_runs
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import Verdict, read_run
 from run_folders import run_folder
 
@@ -381,12 +390,26 @@ def test_a_server_runs_rate_is_what_it_was_offered(tmp_path):
 
 def test_a_run_of_simulated_gpus_is_an_estimate(tmp_path):
     run = equal_run(tmp_path, "one", 0)
+    real = run_entry([run], "b")
     run.config["rack"] = {"simulated_gpu": "GB300"}
+    note = reason("SIMULATED_GPU", gpu="GB300")
+    run.result["notes"] = [note]
     entry = run_entry([run], "a")
-    assert (entry.state, entry.note) == (
-        "estimate",
-        "simulated GB300: its rate comes from a cost model, not from a measurement",
-    )
+    assert (entry.state, entry.note) == ("estimate", note["message"])
+    assert {"state", "tokens"} <= {one.field for one in differences(entry, real, "per_gpu")}
+
+
+def test_a_server_that_makes_its_tokens_up_is_not_like_one_with_a_model(tmp_path):
+    run = equal_run(tmp_path, "one", 0)
+    real = run_entry([run], "real")
+    note = reason("MADE_UP_TOKENS", gpu=None)
+    run.result["notes"] = [note]
+    mock = run_entry([run], "mock")
+    assert mock.note == note["message"]
+    assert [(one.field, one.of, one.to) for one in differences(mock, real, "total")] == [
+        ("tokens", "made up", "of a model")
+    ]
+    assert not list(differences(mock, mock, "total"))
 
 
 def test_a_short_run_beside_a_long_one_is_noted(tmp_path):

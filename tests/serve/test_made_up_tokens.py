@@ -17,7 +17,11 @@ SIMULATED = ("--model", "llama3.1-8b", "--served-model-name", "reference", "--pr
 @pytest.mark.parametrize(
     ("flags", "stand_in", "said"),
     [
-        (("--engine", "mock"), "mock", "the server is megatoken's mock engine: its tokens are made up"),
+        (
+            ("--engine", "mock", "--tokens-per-second", "5000"),
+            "mock",
+            "the server is megatoken's mock engine: its tokens are made up",
+        ),
         ((*SIMULATED, "H200"), "simulated.H200", "the GPU of the server is a simulated H200"),
     ],
 )
@@ -28,6 +32,8 @@ def test_a_run_and_a_sweep_say_that_the_tokens_of_the_server_are_made_up(
         common = ("--endpoint", server.url + "/v1", "--endpoint.processes", 1, "--warm-up", 0, "--out", tmp_path)
         _, out, _ = call_here("run", *common, "--samples", 8)
         _, out_of_sweep, _ = call_here("sweep", *common, "--concurrency", 2, "--settle", 0.2, "--window", 1)
+    model = SIMULATED[1] if "--simulated-gpu" in flags else "reference"
+    assert server.log[0] == f"megatoken: loading {model}, to serve it on {server.url}"
     [sweep] = tmp_path.glob("*-sweep-*")
     [run] = set(tmp_path.iterdir()) - {sweep}
     result = json.loads((run / "result.json").read_text())
@@ -39,6 +45,16 @@ def test_a_run_and_a_sweep_say_that_the_tokens_of_the_server_are_made_up(
         assert said in " ".join(shown.split()) and "answers only short tasks" not in shown
     for page in (run / "report.html", sweep / "sweep.html"):
         assert said.split("'")[0] in page.read_text()
+    capacity = ("plan", "capacity", "--accelerators", 1, "--set", "ttft_limit_seconds=60")
+    for place, asked in enumerate(
+        (("compare", run, run), ("compare", sweep, sweep), (*capacity, run), (*capacity, sweep, "--percentile", "p50"))
+    ):
+        _, shown, err = call_here(*asked, "--out", tmp_path / str(place))
+        assert not err
+        [document] = (tmp_path / str(place)).glob("*.json")
+        [page] = (tmp_path / str(place)).glob("*.html")
+        assert any(said in note for note in json.loads(document.read_text())["notes"])
+        assert said in " ".join(shown.split()) and said.split("'")[0] in page.read_text()
     assert [item.id for item in audit(run).findings if item.severity is Severity.FAIL] == []
 
 

@@ -25,7 +25,7 @@ from megatoken.text import count_of, is_number, precise
 BASES = ("total", "per_gpu", "per_node", "per_rack")
 CONFIDENCE = 0.95
 INTERVAL_METHOD = "95 % confidence, Welch's t on the logarithms of the rates, from repeats of both"
-MATCHED = ("division", "state", "verdict", "scenario", "mode", "model", "accuracy_target", "precision")
+MATCHED = ("division", "state", "verdict", "scenario", "mode", "model", "tokens", "accuracy_target", "precision")
 FILES = ("weights", "tokenizer_sha256", "chat_template_sha256")  # they differ with the model
 MATCHED_WHERE_KNOWN = (*FILES, "rows_sha256", "formats", "ttft_limit_seconds", "tpot_limit_seconds")
 LENGTHS = ("input_tokens_per_sample", "output_tokens_per_sample")
@@ -35,6 +35,7 @@ CPU_WAIT_TOLERANCE = 0.1  # of the time, absolute
 UNUSABLE = ("INTERRUPTED", "INVALID", "DEGRADED")  # not comparable
 LONGER = 2.0
 UNSTATED = "not stated"
+OF_A_MODEL, MADE_UP_TOKENS = "of a model", "made up"
 HASH = re.compile("[0-9a-f]{64}")
 
 
@@ -60,6 +61,7 @@ class Entry:
     division: str | None = None
     scenario: str | None = None
     model: str | None = None
+    tokens: str | None = OF_A_MODEL  # or MADE_UP_TOKENS
     accuracy_target: str | None = None
     precision: str | None = None
     accelerator: str | None = None

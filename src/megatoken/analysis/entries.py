@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatoken.analysis.comparison import FILES, HASH, Entry
+from megatoken.analysis.comparison import FILES, HASH, MADE_UP_TOKENS, OF_A_MODEL, Entry
 from megatoken.analysis.contradictions import check_rates
-from megatoken.analysis.machine import Occupation, accelerator_name, rate_state, run_accelerators, simulated_gpu
+from megatoken.analysis.machine import Occupation, accelerator_name, made_up, rate_state, run_accelerators
 from megatoken.analysis.published import (
     RESULTS,
     PublishedResult,
@@ -149,6 +149,7 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         name=name,
         source=str(first.path) if len(runs) == 1 else f"{len(whole)} runs: {', '.join(run.path.name for run in whole)}",
         state=rate_state(first),
+        tokens=MADE_UP_TOKENS if made_up(first) else OF_A_MODEL,
         output_tokens_per_second=rates[0] if len(rates) == 1 else statistics.geometric_mean(rates),
         accelerator=accelerator_name(first) if accelerators else None,
         accelerators=accelerators,
@@ -198,8 +199,8 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run]) -> Iterator[str]:
     if left_out:
         yield f"without {', '.join(left_out)}, which did not finish"
     result = whole[0].result
-    if gpu := simulated_gpu(whole[0]):
-        yield f"simulated {gpu}: its rate comes from a cost model, not from a measurement"
+    if note := made_up(whole[0]):
+        yield note["message"]
     if result.get("scenario") in ("server", "interactive") and "rate_search" not in result:
         yield (
             f"the rate of a {result['scenario']} run is the offered load while it keeps up; --find-rate finds the"

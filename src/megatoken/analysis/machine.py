@@ -14,7 +14,10 @@ from megatoken.addresses import is_loopback
 from megatoken.text import precise
 
 if TYPE_CHECKING:
+    from megatoken.runs.reasons import Reason
     from megatoken.runs.run import Run
+
+MADE_UP = ("MADE_UP_TOKENS", "SIMULATED_GPU")  # codes of notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,11 @@ def simulated_gpu(run: Run) -> str | None:
     """
     name = (run.config.get("rack") or {}).get("simulated_gpu") or (run.result.get("target") or {}).get("simulated_gpu")
     return str(name) if name else None
+
+
+def made_up(run: Run) -> Reason | None:
+    """The note of a run whose tokens no model computed, which every figure from it needs; None of any other run."""
+    return next((note for note in run.result.get("notes") or () if note["code"] in MADE_UP), None)
 
 
 def rate_state(run: Run) -> Literal["measured", "estimate"]:

@@ -11,7 +11,7 @@ from typing import Any
 from megatoken.analysis.comparison import UNSTATED
 from megatoken.analysis.limits import Answer, within
 from megatoken.analysis.lookup import read_runs
-from megatoken.analysis.machine import accelerator_name, contentions, simulated_gpu
+from megatoken.analysis.machine import accelerator_name, contentions, made_up, simulated_gpu
 from megatoken.analysis.repeats import interval, shared_notes, worst_verdict
 from megatoken.analysis.seen_tokens import STALL_RULE
 from megatoken.analysis.statistics import PERCENTILE_METHOD
@@ -104,6 +104,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
         data_set=first.result.get("data_set"),
         hostname=first.environment.get("hostname"),
         simulated_gpu=simulated_gpu(first),
+        made_up=next(filter(None, map(made_up, runs)), None),
         accelerator=accelerator_name(first) if points and points[0]["accelerators"] else None,
         ttft_limit_seconds=first.result.get("ttft_limit_seconds"),
         tpot_limit_seconds=first.result.get("tpot_limit_seconds"),
@@ -136,6 +137,11 @@ def no_window(run: Run) -> Reason:
     failures = [note for note in run.result["notes"] if note["code"] in CAUSES]
     why = "; ".join(cause["message"] for cause in (*causes, *failures))
     return reason("NO_WINDOW", why=why or "no request came in time")
+
+
+def made_up_note(document: Mapping[str, Any]) -> list[str]:
+    """The note of a sweep whose tokens no model computed; empty for any other sweep."""
+    return [note["message"]] if (note := document.get("made_up")) else []
 
 
 def _unjudged(points: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -186,7 +192,7 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         + [
             f"{label}: {note}"
             for label, one in zip(labels, documents, strict=True)
-            for note in _unjudged(one["points"])
+            for note in (*made_up_note(one), *_unjudged(one["points"]))
         ],
         sweeps=[{key: document[key] for key in SHOWN} for document in documents],
         ratios=_ratios(documents),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatoken.analysis.sweep import SWEEP, by_load
+from megatoken.analysis.sweep import SWEEP, by_load, made_up_note
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
 from megatoken.planning.assumptions import Assumptions
@@ -220,7 +220,11 @@ def _verdict(chosen: Chosen) -> Verdict:
 
 
 def _notes(document: Mapping[str, Any], chosen: Chosen, *, known: bool) -> list[str]:
-    notes = [f"The rate is the {chosen.why}.", "KV memory and queues are part of the measured curve."]
+    notes = [
+        *made_up_note(document),
+        f"The rate is the {chosen.why}.",
+        "KV memory and queues are part of the measured curve.",
+    ]
     few = [point for point in chosen.load.points if chosen.percentile in point["ttft_seconds"]["unreliable"]]
     if few:
         samples = count_of(few[0]["ttft_seconds"]["samples"], "request")

@@ -22,7 +22,7 @@ SHOWN_DIFFERENCES = 3  # in the sentence of a pair; the table of ratios has all
 POWER = ("measured_watts", "nameplate_watts", "measured_over_nameplate")
 EFFICIENCY = {"tokens_per_joule_measured": "measured", "tokens_per_joule_nameplate": "nameplate"}
 LONG = (*FILES, "rows_sha256", "data_set_sha256", "shared_with")  # with every ratio where they matter
-IN_OTHER_TABLES = ("per_rack_measured", "software", "repeats", "note")
+IN_OTHER_TABLES = ("per_rack_measured", "software", "repeats", "note", "tokens")
 TWICE = (*(key for _, key in BASES.values()), *IN_OTHER_TABLES, *POWER, *EFFICIENCY, *LONG)
 
 

@@ -81,7 +81,7 @@ def sweep_view(document: Document) -> View:
         section("Over time", *_over_time([sweep])),
         section("Definitions", Terms(_definitions(document.part("rules")))),
     )
-    derived = ("shared_points", "accelerator", "load_kind")
+    derived = ("shared_points", "accelerator", "load_kind", "made_up")
     return view(document, "sweep", summary, sections, derived=derived)
 
 
