@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cli_support import call_here, make_checkpoint
+from megatoken.analysis.sweep import _too_few as sweep_notes
 from megatoken.analysis.sweep import compare_sweeps, found, saturated, summarise_sweep
 from megatoken.analysis.sweep_point import backlog_grows, point_figures
 from megatoken.files import plain
@@ -137,6 +138,7 @@ def test_what_a_sweep_refuses(wrong: tuple[str, ...], message: str, tmp_path: Pa
 
 def made_point(value: float, rate: float, latency: float, good: float = 1.0, **more: Any) -> dict[str, Any]:
     usual = {"kind": "concurrency", "ended_by": None, "overloaded": False, "latency_seconds": {"p50": latency}}
+    usual |= {"requests": 662, "window_seconds": [2.0, 12.0]}
     return {**usual, "value": value, "output_tokens_per_second": rate, "goodput": {"share": good}, **more}
 
 
@@ -161,6 +163,53 @@ def test_a_load_with_failed_requests_is_no_peak() -> None:
 def test_a_load_that_overloads_is_not_within_the_limits() -> None:
     points = [made_point(1, 10, 1), made_point(2, 20, 1, overloaded=True)]
     assert found(points)["highest_within_limits"] == 1
+
+
+def test_too_few_requests_do_not_show_that_a_load_is_within_the_limits() -> None:
+    """662 show a p99, as on every page; repeats count together, and what was broken stays broken."""
+    points = [
+        *(made_point(1, 10, 1, requests=331) for _ in range(2)),
+        made_point(2, 20, 1, requests=100),
+        made_point(4, 40, 1, requests=1),
+        made_point(8, 80, 1, good=0.5, requests=1),
+    ]
+    result = found(points)
+    assert (result["highest_within_limits"], result["highest_limits_met"], result["limits_unknown"]) == (1, 1, [2, 4])
+    assert found(points[1:])["highest_within_limits"] is None
+    [note] = sweep_notes(points)
+    assert note.endswith("at load 2, 4: load 4 had 1 of the 662 that the percentile needs; raise --window to 6,620")
+    assert sweep_notes([*points[:2], points[-1]]) == []
+    [note] = sweep_notes([point | {"kind": "speed"} for point in points])
+    assert note.endswith("replay a longer trace")
+    staged = [point | {"kind": "stages", "stage": {}} for point in points]
+    assert found(staged)["limits_unknown"] == sweep_notes(staged) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "needed"), [("ttft_seconds.p50", 11), ("ttft_seconds.p90", 64), ("ttft_seconds.p99", 662)]
+)
+def test_the_percentile_of_a_limit_says_how_many_requests_it_needs(key: str, needed: int) -> None:
+    def point(samples: int) -> dict[str, Any]:
+        limit = {"key": key, "limit": 1.0, "found": 0.5, "at_most": True, "answer": "CANNOT TELL", "samples": samples}
+        rate = {**limit, "key": "samples_per_second", "at_most": False, "answer": "MET", "found": 2.0, "samples": None}
+        return made_point(1, 10, 1, limits=[limit, rate])
+
+    assert found([point(needed)])["highest_within_limits"] == 1
+    few = found([point(needed - 1)])
+    assert few["highest_within_limits"] is None and few["limits_unknown"] == [1]
+
+
+def test_a_sweep_of_few_requests_ends_with_a_verdict_and_says_that_its_limits_are_unknown(
+    runs: list[Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, end = runs[0].result["load"]["window_seconds"]
+    load = {**runs[0].result["load"], "window_seconds": [start, start + (end - start) / 10]}
+    document = plain(summarise_sweep([replace(runs[0], result={**runs[0].result, "load": load})], "few"))
+    assert document["verdict"] == "MEASURED" and 0 < document["points"][0]["requests"] < 662
+    show(checked(document))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "ms per output token: not known; too few requests to judge 1" in out
+    assert "too few requests to judge the limits at load 1" in out and "raise --window to" in out
 
 
 @pytest.mark.parametrize(
@@ -230,7 +279,7 @@ def test_two_sweeps_are_compared_load_by_load(swept: Path, tmp_path: Path) -> No
     code, out, err = call_here("compare", swept, other, "--json", "--out", tmp_path / "both")
     assert code == 0, err
     document = json.loads(out)
-    assert document["notes"] == []
+    assert all("too few requests to judge" in note for note in document["notes"])
     assert [row["value"] for row in document["ratios"]] == [1, 3]
     assert {row["output"] for row in document["ratios"]} == {1.0}
     assert "<svg" in (tmp_path / "both" / "sweep_comparison.html").read_text()
@@ -248,7 +297,8 @@ def test_the_rate_of_a_window_in_which_none_ended_is_compared_with_none(runs: li
     points = [point | (of_ramp if point["value"] == 3 else {}) for point in whole["points"]]
     both = compare_sweeps([whole, whole | {"name": "ramp", "points": points}])
     assert [row["output"] for row in both["ratios"]] == [1.0, None]
-    assert len(both["notes"]) == 1 and "unknown at load 3: raise --window" in both["notes"][0]
+    [note] = [note for note in both["notes"] if "too few requests" not in note]
+    assert "unknown at load 3: raise --window" in note
     assert found(points)["peak"] == 1
     assert "Throughput against load" in titles_of([whole["points"][0], whole["points"][-1]])
     assert "Throughput against load" not in titles_of([points[0], points[-1]])  # one point is no curve

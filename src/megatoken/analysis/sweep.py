@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megatoken.analysis.comparison import UNSTATED
-from megatoken.analysis.limits import Answer, within
+from megatoken.analysis.limits import PERCENTS, Answer, within
 from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import accelerator_name, contentions, made_up, simulated_gpu
 from megatoken.analysis.repeats import interval, shared_notes, worst_verdict
 from megatoken.analysis.seen_tokens import STALL_RULE
-from megatoken.analysis.statistics import PERCENTILE_METHOD
+from megatoken.analysis.statistics import PERCENTILE_METHOD, samples_needed
 from megatoken.analysis.sweep_point import OVERLOADED_RULE, STEADY_RULE, parts_of, point_figures
 from megatoken.errors import UsageError
 from megatoken.files import new_document
@@ -24,7 +25,11 @@ from megatoken.runs.run import Run, Verdict
 SWEEP = "sweep.json"
 LOAD_FACTS = ("arrivals", "burstiness", "seed", "source", "of", "stages")
 WITHIN_SHARE = 0.99  # of the requests due that must keep both limits
-WITHIN_RULE = f"at least {100 * WITHIN_SHARE:g} % of the requests due kept both limits"
+WITHIN_RULE = (
+    f"none of your limits is broken, or without any at least {100 * WITHIN_SHARE:g} % of the requests due kept both"
+    f" limits of the benchmark; fewer requests than the percentile needs (p99: {samples_needed(100 * WITHIN_SHARE)},"
+    " repeats together) show neither"
+)
 GAIN, FLAT_POINTS = 0.03, 2  # a closed loop is saturated after so many points without so much more output
 KNEE_RULE = (
     "the load at which output tokens/s over the median end-to-end latency is highest (Kleinrock's power): beyond it"
@@ -87,6 +92,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
             *shared_notes(runs, leaving_out="SWEEP_POINT"),
             *([f"left out, because they ended before their window: {', '.join(names)}"] if names else []),
             *_unjudged(points + shared),
+            *_too_few(points),
             *contentions(runs),
         ],
         verdict=Verdict.INVALID if early and verdict is not Verdict.INTERRUPTED else verdict,
@@ -153,6 +159,23 @@ def _unjudged(points: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"latencies, limits and the steady rate are unknown at load {named}: {first['unjudged']}"]
 
 
+def _too_few(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A note on the loads whose limits more requests would decide; none where all are decided."""
+    if not (unknown := _limits_unknown(points)):
+        return []
+    value, (had, needed) = max(unknown.items(), key=lambda item: item[1][1] / item[1][0])
+    first = next(point for point in points if point["value"] == value)
+    longer = "replay a longer trace"
+    if first["kind"] != "speed":
+        start, end = first["window_seconds"]
+        longer = f"raise --window to {math.ceil((end - start) * needed / had):,}"
+    named = ", ".join(f"{load:g}" for load in unknown)
+    return [
+        f"too few requests to judge the limits at load {named}: load {value:g} had {had:,} of the {needed:,} that the"
+        f" percentile needs; {longer}"
+    ]
+
+
 def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The document of several sweeps side by side, from those of ``summarise_sweep``.
 
@@ -192,7 +215,7 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         + [
             f"{label}: {note}"
             for label, one in zip(labels, documents, strict=True)
-            for note in (*made_up_note(one), *_unjudged(one["points"]))
+            for note in (*made_up_note(one), *_unjudged(one["points"]), *_too_few(one["points"]))
         ],
         sweeps=[{key: document[key] for key in SHOWN} for document in documents],
         ratios=_ratios(documents),
@@ -267,8 +290,10 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for value, group in loads.items()
         if (latency := _mean([point["latency_seconds"] for point in group], "p50"))
     }
+    unknown = _limits_unknown(points)
     kept, met = (
-        [value for value, group in loads.items() if all(map(holds, group))] for holds in (keeps_limits, limits_met)
+        [value for value, group in loads.items() if value not in unknown and all(map(holds, group))]
+        for holds in (keeps_limits, limits_met)
     )
     # What was reached while requests failed, or in a ramp, is no rate to plan with, unless no load is better.
     sound = [value for value, group in loads.items() if not any(map(_unsound, group))]
@@ -278,6 +303,7 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "knee": max(power, key=lambda value: power[value]) if len(power) > 2 and ordered else None,
         "highest_within_limits": max(kept, default=None) if ordered else None,
         "highest_limits_met": max(met, default=None) if ordered else None,
+        "limits_unknown": list(unknown),
         "peak": peak,
         "peak_output_tokens_per_second": rates[peak] if peak is not None else None,
         "saturated": saturated(points),
@@ -300,6 +326,31 @@ def keeps_limits(point: Mapping[str, Any]) -> bool:
         return all(one["answer"] != Answer.NOT_MET and within(one) for one in own)
     good = point["goodput"]
     return bool(good and good["share"] >= WITHIN_SHARE)
+
+
+def _limits_unknown(points: Sequence[Mapping[str, Any]]) -> dict[float, tuple[int, int]]:
+    """The loads that broke no limit and have too few requests to show that they keep them, with both numbers.
+
+    Of each the requests that there were and those that the percentile needs, of the limit that is furthest from it. A
+    stage is no load to plan with, so that nothing is said of stages.
+    """
+    unknown = {}
+    for value, group in by_load(points).items():
+        if "stage" in group[0] or not all(map(keeps_limits, group)):
+            continue
+        if short := [(had, needed) for had, needed in _counted(group) if had < needed]:
+            unknown[value] = max(short, key=lambda pair: pair[1] / pair[0])
+    return unknown
+
+
+def _counted(group: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Requests, or gaps between tokens, of a load behind each limit on a percentile, and how many that one needs."""
+    own = [one for point in group for one in point.get("limits") or () if one["samples"]]
+    for key in dict.fromkeys(one["key"] for one in own):
+        percent = PERCENTS[key.partition(".")[2]]
+        yield sum(one["samples"] for one in own if one["key"] == key), samples_needed(percent)
+    if not any(point.get("limits") for point in group):
+        yield sum(point["requests"] for point in group), samples_needed(100 * WITHIN_SHARE)
 
 
 def limits_met(point: Mapping[str, Any]) -> bool:

@@ -193,12 +193,13 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
 def _within_limits(document: Document, sweep: Sweep) -> Iterator[str]:
     found = document.part("found")
     ttft, tpot = document.number("ttft_limit_seconds"), document.number("tpot_limit_seconds")
+    kept, met = (_up_to(found.number(name), sweep, found) for name in ("highest_within_limits", "highest_limits_met"))
+    unknown = ", ".join(map(precise, found.numbers("limits_unknown")))
+    few = f"; too few requests to judge {unknown}" if unknown else ""
     if any(point.parts("limits") for point in sweep.points):
-        kept, met = (found.number(name) for name in ("highest_within_limits", "highest_limits_met"))
-        yield f"Within your limits: {_up_to(kept, sweep)}; shown with 99 % confidence: {_up_to(met, sweep)}"
+        yield f"Within your limits: {kept}; shown with 99 % confidence: {met}{few}"
     elif ttft is not None and tpot is not None:
-        at = _up_to(found.number("highest_within_limits"), sweep)
-        yield f"Within TTFT {precise(ttft)} s and {precise(1000 * tpot)} ms per output token: {at}"
+        yield f"Within TTFT {precise(ttft)} s and {precise(1000 * tpot)} ms per output token: {kept}{few}"
 
 
 def _isolation(document: Document, sweep: Sweep) -> Iterator[Table]:
@@ -229,10 +230,11 @@ def _definitions(rules: Document) -> dict[str, str]:
     return {title: _sentence(rules.text(key)) for key, title in TITLES.items() if key in rules}
 
 
-def _up_to(load: float | None, sweep: Sweep) -> str:
+def _up_to(load: float | None, sweep: Sweep, found: Document) -> str:
     if load is not None:
         return f"up to {precise(load)} {sweep.unit}"
-    return "not known" if any("unjudged" in point for point in sweep.points) else "at no load"
+    unknown = found.numbers("limits_unknown") or any("unjudged" in point for point in sweep.points)
+    return "not known" if unknown else "at no load"
 
 
 def _limits(sweep: Sweep) -> Iterator[Table]:
