@@ -166,6 +166,15 @@ def test_stages_are_shares_of_the_time_and_loadgen_has_its_own_word(make_run):
     assert "LoadGen result" not in shown(make_run(samples=4), 80)
 
 
+def test_a_terminal_shows_the_answer_of_a_plan_below_what_has_pushed_it_off_the_screen():
+    title, headline, *_, last_title, last = (
+        line.strip() for line in document_shown("plan_cost", terminal=True).splitlines()
+    )
+    assert (last_title, last) == (title, headline)
+    in_a_file = document_shown("plan_cost").splitlines()
+    assert in_a_file.count(in_a_file[1]) == 1
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_every_document_prints_at_every_width(name, width):

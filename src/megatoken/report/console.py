@@ -181,10 +181,22 @@ def _show_view(view: View, console: Console, full: bool) -> None:
     if not view.brief or full:
         for section in view.sections:
             _show_section(section, console)
+        if console.is_terminal:
+            _show_answer_again(view, console)
         return
     for table in view.brief:
         _show_section(Section(table.caption, (table,)), console)
     console.print("\nEverything else: --full prints it, --out DIR makes a page of it.")
+
+
+def _show_answer_again(view: View, console: Console) -> None:
+    """The headline with its verdict below a long report, whose first lines have left the screen."""
+    answer = [block for block in view.summary if isinstance(block, Headline | VerdictBlock)]
+    if any(isinstance(block, Headline) for block in answer):
+        console.print()
+        console.print(Text(clean(view.title), style="bold"), soft_wrap=True)
+        for block in answer:
+            _show_block(block, console)
 
 
 def _show_section(section: Section, console: Console) -> None:
