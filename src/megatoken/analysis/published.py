@@ -12,6 +12,7 @@ from importlib.resources import files
 from statistics import fmean
 
 from megatoken.errors import UsageError
+from megatoken.hardware.specification import part_name
 from megatoken.text import nearest
 from megatoken.yaml_files import load_yaml
 
@@ -222,14 +223,9 @@ def accelerator_table() -> dict[str, AcceleratorFacts]:
 def accelerator_facts(name: str | None) -> AcceleratorFacts | None:
     """Facts of the accelerator that a product name such as ``NVIDIA B200-SXM-180GB`` contains.
 
-    None if none is known: also for a mix of accelerators, and for PCIe cards (``H200-NVL``) and slices of a GPU, whose
-    power differs.
+    None if none is known: also for a mix of accelerators, and for the variants that ``part_name`` leaves out.
     """
-    text = (name or "").upper()
-    if re.search(r"\bNVL\b|PCIE|\bMIG\b|\(X\d", text):
-        return None
-    known = set(re.findall(r"[A-Z]+\d+\w*", text)) & accelerator_table().keys()
-    return accelerator_table()[known.pop()] if len(known) == 1 else None
+    return None if name is None or MIXED.search(name) else accelerator_table().get(part_name(name))
 
 
 @cache

@@ -26,7 +26,6 @@ from megatoken.audit.checks.run_folder import (
     interruptions,
     lost_files_in,
     lost_files_note,
-    owner,
     run_folders_in,
 )
 from megatoken.audit.checks.submission import (
@@ -37,7 +36,7 @@ from megatoken.audit.checks.submission import (
     submissions_in,
     system_folders,
 )
-from megatoken.audit.discovery import Tree, below, runs_in, walk
+from megatoken.audit.discovery import Tree, below, innermost, runs_in, walk
 from megatoken.audit.documents import (
     READABLE,
     accuracy_results_in,
@@ -150,7 +149,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     placed = [
         run
         for run in logs
-        if not meaning or results_above(run.folder, meaning) or owner(run.folder, folders) is not None
+        if not meaning or results_above(run.folder, meaning) or innermost(run.folder, folders) is not None
     ]
     apart = [run.folder for run in logs if run not in placed]
     files = [meant(run, meaning) for run in placed]
@@ -167,12 +166,15 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
             ledger.add(READABLE[kind](file, damage))
     interrupted = interruptions(tree, run_folders)
 
+    def stated(path: str) -> Mapping[str, Any]:
+        folder = innermost(path, folders)
+        return {} if folder is None else json_values(tree, below(folder, RESULT)) or {}
+
     def job(run: RunFiles) -> Job:
         system, user_conf = _system_path(run, systems), user_conf_of(tree, run.folder)
-        folder = owner(run.folder, folders)
+        folder = innermost(run.folder, folders)
         early = folder in interrupted if folder is not None else ABANDONED in run.others and not rules_claimed
-        result = {} if folder is None else json_values(tree, below(folder, RESULT)) or {}
-        failed = bool(result.get("samples_failed"))
+        failed = bool(stated(run.folder).get("samples_failed"))
         return Job(str(tree.root), run, system, claimed, rules_claimed, user_conf, early, failed)
 
     runs = []
@@ -180,8 +182,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     for examined in examine_all(list(map(job, files)), progress, workers):
         own = examined.run.source_lines
         run = replace(examined.run, source_lines=lines.setdefault(tuple(own.items()), own))
-        stated = {} if (folder := owner(run.path, folders)) is None else json_values(tree, below(folder, RESULT)) or {}
-        runs.append(replace(run, figures=with_leading_rates(run.figures, stated)))
+        runs.append(replace(run, figures=with_leading_rates(run.figures, stated(run.path))))
         ledger.add(examined.observations)
     for result in endpoints:
         runs.append(replace(result.run, system=_system_path(result.files, systems)))
@@ -337,7 +338,7 @@ def _notes(
     results: tuple[int, int, int],
     apart: Sequence[str],
 ) -> tuple[str, ...]:
-    above = {folder: owner(folder.rpartition("/")[0], interrupted.keys() - {folder}) for folder in interrupted}
+    above = {folder: innermost(folder.rpartition("/")[0], interrupted.keys() - {folder}) for folder in interrupted}
     whole = [folder for folder, holder in above.items() if holder is None]
     notes = [f"{display(folder)}: {interrupted[folder]}".removeprefix(": ") for folder in whole[:MOST_INTERRUPTED]]
     if len(whole) > MOST_INTERRUPTED:

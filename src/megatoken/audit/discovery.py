@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -131,6 +131,13 @@ def _take_link(tree: Tree, path: str, entry: os.DirEntry[str]) -> None:
 def below(folder: str, path: str) -> str:
     """``path`` below a folder of a tree, whose root is the empty text."""
     return f"{folder}/{path}" if folder else path
+
+
+def innermost(path: str, folders: Set[str]) -> str | None:
+    """The innermost of ``folders`` that is or holds ``path``."""
+    while path and path not in folders:
+        path = path.rpartition("/")[0]
+    return path if path in folders else None
 
 
 def runs_in(tree: Tree) -> list[RunFiles]:

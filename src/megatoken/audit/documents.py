@@ -98,7 +98,7 @@ def named_system(name: str, systems: Sequence[System]) -> System | None:
     return max(begun, key=lambda system: len(system.name), default=None)
 
 
-def system_beside(folder: Path) -> System | None:
+def system_next_to(folder: Path) -> System | None:
     """The description in ``systems`` next to the last ``results`` that ``folder`` lies in; None if none fits.
 
     Of a folder whose name only begins with the system's, which is that of one node, it describes that node.

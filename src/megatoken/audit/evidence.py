@@ -14,12 +14,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.early_stopping import RANKS
 from megatoken.analysis.nodes import NodeRow
 from megatoken.analysis.published import split_benchmark
 from megatoken.files import Damage, display
 from megatoken.mlperf.run_figures import RunFigures
-
-PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -206,7 +205,7 @@ def node_rows(evidence: Evidence, runs: Sequence[Run] | None = None) -> list[Nod
 def _progress(run: Run) -> tuple[tuple[float, float], ...]:
     """Completions of an Offline run by its latency percentiles: one query, so latency is the time of completion."""
     figures = run.figures
-    known = [(figures.latency_seconds.get(name), share) for name, share in PERCENTILES.items()]
+    known = [(figures.latency_seconds.get(name), share) for name, share in (*RANKS.items(), ("max", 1.0))]
     times = [figures.latency_seconds.get("min"), *(time for time, _ in known)]
     ordered = all(time is not None for time in times) and times == sorted(times)  # type: ignore[type-var]
     if figures.scenario != "Offline" or not ordered or not figures.output_tokens_per_second:

@@ -102,12 +102,8 @@ class Check(Generic[Args]):
 CHECKS: dict[str, Check[...]] = {}
 
 
-def _always(*_args: Any, **_kwargs: Any) -> bool:
-    return True
-
-
 def check(
-    id: str, title: str, why: str, when: Callable[..., bool] = _always
+    id: str, title: str, why: str, when: Callable[..., bool] = lambda *_, **__: True
 ) -> Callable[[Callable[Args, Outcomes]], Check[Args]]:
     """Decorator: registers a function that returns one outcome, several or None.
 

@@ -6,15 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatoken.audit.checks.submission import Submission
-from megatoken.audit.discovery import Tree, below
+from megatoken.audit.discovery import Tree, below, innermost
 from megatoken.audit.documents import json_values
 from megatoken.audit.evidence import AccuracyResult
 from megatoken.audit.view import RunFiles
 from megatoken.files import display
 from megatoken.mlperf.benchmarks import benchmarks, spelled
 from megatoken.mlperf.submission_layout import MODEL_MAPPING, Layout
-
-MOST_DEPTH = 5  # of a log below its scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +47,7 @@ def meanings(tree: Tree, submissions: Sequence[Submission]) -> dict[str, Meaning
 
 def results_above(folder: str, known: Mapping[str, Meaning]) -> str | None:
     """The folder of results, or of compliance tests, that the logs in ``folder`` belong to."""
-    parts = folder.split("/")
-    places = ("/".join(parts[:-depth]) for depth in range(1, min(len(parts), MOST_DEPTH)))
-    return next((place for place in places if place in known), None)
+    return innermost(folder.rpartition("/")[0], known.keys())
 
 
 def meant(run: RunFiles, known: Mapping[str, Meaning]) -> RunFiles:

@@ -184,8 +184,8 @@ def memory(folder: RunFolder) -> Iterator[str]:
     """``memory_plan`` against the plan for a model of known shape, the series and the memory of the machine."""
     run, alone = folder.run, not folder.on_rack
     plan, result = mapping(run.result.get("memory_plan")), run.result
-    others = ("device", "packed_weights")
-    wrong = {name: value for name, value in plan.items() if name not in others and not _is_size(value)}
+    planned = {name: value for name, value in plan.items() if name not in ("device", "packed_weights")}
+    wrong = {name: value for name, value in planned.items() if type(value) is not int or value < 0}
     if wrong:
         yield f"memory_plan {', '.join(f'{name} {value}' for name, value in wrong.items())}"
         return
@@ -388,10 +388,6 @@ def _at(document: Mapping[str, Any], key: str) -> Any:
             return ...
         value = value[part]
     return value
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_qualified(folder: RunFolder) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatoken.analysis.load_tools import ToolFigures, tool_figures, tool_of
 from megatoken.audit.discovery import Tree, below, run_files
-from megatoken.audit.documents import json_documents, structured
+from megatoken.audit.documents import MOST_YAML_BYTES, json_documents, structured
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.finding import Severity
 from megatoken.audit.view import RunFiles, run_of, unmet
@@ -24,7 +24,6 @@ from megatoken.mlperf.endpoints_report import CAUTIOUS, SEEDS, SUMMARY, percenti
 from megatoken.mlperf.run_figures import RunFigures
 
 CONFIGURATIONS = ("config.yaml", "config.yml")
-MOST_CONFIGURATION_BYTES = 2**16
 HEAD_BYTES = 1 << 16
 MOST_TOOL_BYTES = 256 << 20
 
@@ -34,7 +33,6 @@ class ToolResult:
     """One result of a load tool, and what it states."""
 
     run: Run
-    tool: str
     stated: ToolFigures
 
     def at(self, *keys: str) -> tuple[Where, ...]:
@@ -112,7 +110,8 @@ def endpoint_results_in(
     ``round_`` is the one whose rules are claimed; None: that of each result's own seeds.
     """
     results = []
-    documents, damages = json_documents(tree, filter(is_endpoint_summary, tree.files))
+    summaries = [path for path in tree.files if PurePosixPath(path).parts[-2:] == ("performance", SUMMARY)]
+    documents, damages = json_documents(tree, summaries)
     for path, summary in documents.items():
         settings, settings_path = _settings(tree, path.rpartition("/performance/")[0])
         files = run_files(tree, path.rpartition("/")[0], {"detail": path})
@@ -120,11 +119,6 @@ def endpoint_results_in(
         run = run_of(files, figures, accuracy_records=None, source_lines=summary.source_lines)
         results.append(EndpointResult(run, files, summary.values, settings, settings_path, round_, rules_claimed))
     return results, damages
-
-
-def is_endpoint_summary(path: str) -> bool:
-    """Whether a path is that of a result of MLPerf Endpoints."""
-    return PurePosixPath(path).parts[-2:] == ("performance", SUMMARY)
 
 
 def is_endpoint_result(tree: Tree, folder: str) -> bool:
@@ -137,7 +131,7 @@ def _settings(tree: Tree, folder: str) -> tuple[Mapping[str, Any], str | None]:
     if path is None:
         return {}, None
     try:
-        text, _ = read_text(tree.path(path), MOST_CONFIGURATION_BYTES)
+        text, _ = read_text(tree.path(path), MOST_YAML_BYTES)
     except UnreadableError:
         return {}, display(path)
     return mapping(mapping(structured(path, text)).get("settings")), display(path)
@@ -154,7 +148,7 @@ def tool_results_in(tree: Tree) -> tuple[list[ToolResult], list[tuple[str, Damag
             name = path if len(several) == 1 else f"{path} {at}"
             files = run_files(tree, path.rpartition("/")[0], {"detail": path})
             run = run_of(files, _run_figures(stated), accuracy_records=None, source_lines=document.source_lines)
-            found.append(ToolResult(replace(run, path=name, node=name), tools[path], stated))
+            found.append(ToolResult(replace(run, path=name, node=name), stated))
     return found, damages
 
 

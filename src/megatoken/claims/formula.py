@@ -86,7 +86,7 @@ def computes(formula: str) -> bool:
     return any(
         isinstance(node, ast.BinOp)
         or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in COMPUTING)
-        for node in ast.walk(ast.parse(formula.strip(), mode="eval"))
+        for node in ast.walk(_parse(formula))
     )
 
 

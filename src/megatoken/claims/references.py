@@ -14,7 +14,7 @@ from megatoken.analysis.lookup import run_folders
 from megatoken.analysis.nodes import NodeRow, run_node_rows
 from megatoken.analysis.published import SUBMISSION_ID, published_result
 from megatoken.analysis.repeats import missing_notes
-from megatoken.audit.documents import system_beside
+from megatoken.audit.documents import system_next_to
 from megatoken.audit.evidence import Evidence, node_rows
 from megatoken.claims.facts import gather
 from megatoken.claims.schema import RATE_UNITS, load_claims
@@ -95,7 +95,7 @@ def _log_rows(path: Path, evidence: Evidence) -> list[NodeRow]:
 
 
 def _logs_entry(path: Path, evidence: Evidence) -> Entry:
-    if not evidence.systems and (system := system_beside(path)) is not None:
+    if not evidence.systems and (system := system_next_to(path)) is not None:
         runs = tuple(replace(run, system=system.path) for run in evidence.runs)
         evidence = replace(evidence, systems=(system,), runs=runs)
     result = aggregate(_log_rows(path, evidence), inputs=[str(path)])

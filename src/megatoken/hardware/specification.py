@@ -16,11 +16,10 @@ POWER_TOLERANCE = 1.02
 
 
 def part_name(device_name: str) -> str:
-    """The name in gpu_specs.csv of a GPU as the driver names it; the driver's name where the table has none."""
-    words = re.split(r"[^A-Za-z0-9]+", device_name.upper())
-    if OTHER_VARIANTS & set(words):
-        return device_name
-    return next((part for part in gpus() if part in words), device_name)
+    """The name in gpu_specs.csv of a GPU as the driver names it; the driver's name if it names none, or two."""
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name.upper()))
+    named = words & gpus().keys()
+    return named.pop() if len(named) == 1 and not OTHER_VARIANTS & words else device_name
 
 
 def data_sheet(device_name: str) -> Gpu | None:

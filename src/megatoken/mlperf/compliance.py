@@ -28,6 +28,13 @@ TEST09_MEAN_TOKENS = (1150.38, 1406.02)  # of gpt-oss-120b: 1,278.20, plus and m
 TEST09_ROWS = 6396
 MOST_NAMED = 3
 DOCUMENT = "compliance.json"  # ours, next to the file that a submission carries
+_PASSED = {
+    "TEST06": (
+        ("First token check pass: True", "First token check pass: Skipped"),
+        ("EOS check pass: True",),
+        ("Sample length check pass: True",),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,17 @@ class ComplianceResult:
 def compliance_file(test: str) -> str:
     """Name of the file on a test that a submission carries."""
     return "verify_output_len.txt" if test == "TEST09" else "verify_accuracy.txt"
+
+
+def passed_lines(test: str) -> tuple[tuple[str, ...], ...]:
+    """The lines of that file by which MLCommons' checker sees that the test passed: one of each group."""
+    return _PASSED.get(test, (("TEST PASS",),))
+
+
+def missing_lines(test: str, text: str) -> list[str]:
+    """Of each group of ``passed_lines`` that ``text`` has no line of, the first."""
+    lines = {line.strip() for line in text.splitlines()}
+    return [choices[0] for choices in passed_lines(test) if not lines & set(choices)]
 
 
 def check_test06(

@@ -14,13 +14,13 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 from megatoken.analysis.series import numbers
 from megatoken.analysis.statistics import Samples
 from megatoken.errors import UsageError
 from megatoken.mlperf.endpoints_window import Requests, Window, find_window, lower_percentile
 from megatoken.runs.reasons import Reason, reason, shortfall
+from megatoken.yaml_files import load_yaml
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,7 +62,7 @@ class Regions:
 def endpoint_rules(version: str = VERSION) -> Mapping[str, Any]:
     """The rules of a version. Raises UsageError if it is unknown."""
     text = files("megatoken").joinpath("data", "endpoints_rules.yaml").read_text(encoding="utf-8")
-    known: dict[str, Any] = yaml.safe_load(text)
+    known: dict[str, Any] = load_yaml(text)
     if version not in known:
         raise UsageError(f"--rules {version}: a sweep knows the rules {', '.join(known)}; those of LoadGen are for run")
     rules: Mapping[str, Any] = known[version]

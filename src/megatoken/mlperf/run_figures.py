@@ -14,6 +14,7 @@ from megatoken.text import exact, is_number
 
 LOGS_PADDING = (5, 0, 11)  # releases before it log the number of Offline samples before padding to whole passes
 PERCENTILES = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
+QUARTER_SECONDS, WIDEST_ZONE_SECONDS = 900, 14 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def run_figures(log: DetailLog) -> RunFigures:
         mode=log.text("effective_test_mode"),
         validity=log.text("result_validity"),
         loadgen_version=log.text("loadgen_version"),
-        round=round_of(log),
+        round=round_of_seeds(log.seeds),
         output_tokens_per_second=tokens_rate,
         samples_per_second=samples_rate,
         tokens_per_sample=tokens / samples if tokens and samples else None,
@@ -109,11 +110,6 @@ def with_leading_rates(figures: RunFigures, result: Mapping[str, object]) -> Run
     )
 
 
-def round_of(log: DetailLog) -> str | None:
-    """The round whose seeds the log used; None if no round has them."""
-    return round_of_seeds(log.seeds)
-
-
 def power_times(log: DetailLog) -> tuple[datetime | None, datetime | None]:
     """``power_begin`` and ``power_end``, which LoadGen writes in UTC with milliseconds."""
     begin, end = log.text("power_begin"), log.text("power_end")
@@ -123,6 +119,12 @@ def power_times(log: DetailLog) -> tuple[datetime | None, datetime | None]:
 def logged_start(log: DetailLog) -> datetime | None:
     """``test_datetime``, which LoadGen marks as UTC although it is the machine's local time."""
     return _time(log.text("test_datetime"), "%Y-%m-%dT%H:%M:%SZ")
+
+
+def beyond_time_zone(seconds: float) -> float:
+    """What no time zone explains of the difference of two clocks: zones are quarters of an hour, up to 14 hours."""
+    zone = round(seconds / QUARTER_SECONDS) * QUARTER_SECONDS
+    return seconds - max(-WIDEST_ZONE_SECONDS, min(zone, WIDEST_ZONE_SECONDS))
 
 
 def whole(log: DetailLog, key: str) -> int | None:

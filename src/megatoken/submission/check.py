@@ -31,7 +31,7 @@ from megatoken.errors import ExitCode, UsageError
 from megatoken.files import UnreadableError, display, new_document
 from megatoken.mlperf.benchmarks import benchmarks, is_other_benchmark
 from megatoken.mlperf.detail_log import read_detail_log
-from megatoken.mlperf.run_figures import round_of
+from megatoken.mlperf.rounds import round_of_seeds
 from megatoken.mlperf.submission_layout import ROUNDS, layout_of, supported_round
 from megatoken.submission.evidence_checks import Published, check_compliance, check_scores, published
 from megatoken.submission.judge import Judge, Problem, observe
@@ -261,7 +261,7 @@ def _round_of(tree: Tree, files: Sequence[RunFiles], submissions: Sequence[Submi
     rounds: Counter[str] = Counter()
     for run in [run for run in files if run.role is Role.PERFORMANCE][:MOST_LOGS_ASKED]:
         try:
-            found = round_of(read_detail_log(tree.path(run.detail))) if run.detail else None
+            found = round_of_seeds(read_detail_log(tree.path(run.detail)).seeds) if run.detail else None
         except UnreadableError:
             continue
         if found is not None:

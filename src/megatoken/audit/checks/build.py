@@ -10,10 +10,9 @@ from megatoken.audit.finding import Outcome, Severity, check, listed, outcome, s
 from megatoken.audit.view import RunView
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.loadgen_builds import Build, build_of, nearest_build
-from megatoken.mlperf.run_figures import logged_start
+from megatoken.mlperf.run_figures import beyond_time_zone, elapsed, logged_start
 
 DAY_SECONDS = 86_400
-QUARTER_SECONDS, WIDEST_ZONE_SECONDS = 900, 14 * 3600
 
 
 def _has_version(run: RunView) -> bool:
@@ -93,14 +92,11 @@ def dates(run: RunView) -> Outcome:
     known = [(key, time) for key, time in {**steps, "test_datetime": logged_start(log)}.items() if time is not None]
     keys: list[str] = []
     for (before, early), (after, late) in itertools.pairwise(known):
-        if (early - late).total_seconds() > DAY_SECONDS:
+        if elapsed(late, early) > DAY_SECONDS:
             keys += (before, after)
     local, utc = _iso(log, "loadgen_build_date_local"), steps["loadgen_build_date_utc"]
-    if local is not None and utc is not None:
-        apart = (local - utc).total_seconds()  # a time zone: whole quarters of an hour
-        zone = round(apart / QUARTER_SECONDS) * QUARTER_SECONDS
-        if abs(zone) > WIDEST_ZONE_SECONDS or abs(apart - zone) > 1.0:
-            keys += ("loadgen_build_date_local", "loadgen_build_date_utc")
+    if local is not None and utc is not None and abs(beyond_time_zone(elapsed(utc, local))) > 1.0:
+        keys += ("loadgen_build_date_local", "loadgen_build_date_utc")
     expected = "LoadGen committed before it was built, built at one moment by both its clocks, and before it ran"
     found, where = run.text(*(keys or [key for key, _ in known])), run.at(*(keys or ["loadgen_build_date_utc"]))
     return outcome(not keys if len(known) > 1 else None, expected, found or "no dates", where)

@@ -14,11 +14,11 @@ from megatoken.audit.documents import USER_CONF
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.mlperf.benchmarks import Benchmark, benchmark_of, benchmarks
+from megatoken.mlperf.compliance import TESTS, compliance_file
 from megatoken.mlperf.rounds import has_rules
 from megatoken.text import count_of
 
 TOKENS_TOLERANCE = 0.10
-VERIFIED = ("verify_accuracy.txt", "verify_output_len.txt")
 
 
 @check("rules.one_round", "One round", "Results of different rounds were made under different rules and seeds.")
@@ -136,7 +136,8 @@ def tokens_agree(timed: float | None, scored: float | None, where: tuple[Where, 
 @check("submission.layout", "Other parts that the claimed rules ask for", "A run alone meets only some rules.")
 def check_layout(tree: Tree, evidence: Evidence) -> Iterator[Outcome]:
     """Where rules are claimed for logs outside a submission."""
-    configured, tested = tree.holding(USER_CONF), [folder for name in VERIFIED for folder in tree.holding(name)]
+    configured = tree.holding(USER_CONF)
+    tested = [folder for name in {*map(compliance_file, TESTS)} for folder in tree.holding(name)]
     runs: dict[str, list[Run]] = {}
     for run in evidence.performance_runs:
         benchmark = benchmark_of(run.benchmark, None) if run.benchmark else None

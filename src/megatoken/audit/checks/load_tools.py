@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megatoken.analysis.early_stopping import RANKS
 from megatoken.analysis.load_tools import ToolFigures
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome
 from megatoken.audit.stated import ToolResult
@@ -17,7 +18,6 @@ LITTLE_TOLERANCE = 0.05  # a request counts as under way a little longer than it
 ROWS_TOLERANCE = 1e-6
 APART_SECONDS = 1e-3  # of a request's last token and its end
 TITLES = {"latency": "end-to-end latency", "ttft": "TTFT", "tpot": "TPOT", "itl": "time between tokens"}
-SHARES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "p99.9": 99.9}
 
 
 def check_tool_result(result: ToolResult) -> Iterator[Observation]:
@@ -85,9 +85,9 @@ def _against_rows(stated: ToolFigures) -> Iterator[str]:
         return
     for measure, values in (("latency", rows.latency), ("ttft", rows.ttft), ("tpot", rows.tpot)):
         points = stated.distributions.get(measure, {})
-        for name, share in SHARES.items():
+        for name, rank in RANKS.items():
             if name in points and len(values):
-                own = float(np.percentile(values, share))
+                own = float(np.quantile(values, rank))
                 if abs(own - points[name]) > ROWS_TOLERANCE * max(own, 1e-9):
                     yield f"{TITLES[measure]}: {name} of {points[name]:,.6g} s, though its requests give {own:,.6g} s"
     tokens = float(rows.output_tokens.sum())

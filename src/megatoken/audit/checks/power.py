@@ -19,7 +19,7 @@ from megatoken.audit.finding import Observation, Outcome, Severity, check, free_
 from megatoken.files import UnreadableError, display, mapping, open_regular
 from megatoken.mlperf.power_log import READINGS, mean_watts
 from megatoken.mlperf.rounds import rules
-from megatoken.text import count_of
+from megatoken.text import count_of, is_number
 
 POWER_FILES = {"client.json", "client.log", "ptd_logs.txt", "server.json", "server.log"}
 TESTING_BELOW_RANGING = 0.95
@@ -138,7 +138,7 @@ def _phase_seconds(end: Document, mode: str) -> list[float] | None:
     if not isinstance(phases, list):
         return None
     starts = [phase[0] if isinstance(phase, list) and phase else None for phase in phases]
-    numbers = [start for start in starts if isinstance(start, int | float) and not isinstance(start, bool)]
+    numbers = [start for start in starts if is_number(start)]
     return numbers if len(numbers) == len(starts) else None
 
 

@@ -12,13 +12,19 @@ from megatoken.mlperf.constraints import FLAGS, SIX_DIGITS, constraints_met
 from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
 from megatoken.mlperf.early_stopping import STOPPING_KEYS, EarlyStopping
 from megatoken.mlperf.latencies import disorder, impossible_mean
-from megatoken.mlperf.run_figures import completion_seconds, elapsed, logged_start, power_times, whole
+from megatoken.mlperf.run_figures import (
+    beyond_time_zone,
+    completion_seconds,
+    elapsed,
+    logged_start,
+    power_times,
+    whole,
+)
 from megatoken.text import count_of
 
 PRODUCT = 3e-5  # and of a product of two or three
 UNLIKE = 4.0  # largest ratio between the mean over samples and the mean over tokens
 LATE_SECONDS = 60.0  # LoadGen may take so long to write what it has measured
-ZONE_SECONDS, WIDEST_ZONE_SECONDS = 900, 14 * 3600
 
 
 @check("result.error_count", "Errors are counted", "Another count shows that error lines were removed.")
@@ -209,8 +215,7 @@ def _clock_problems(run: RunView) -> Iterator[tuple[str, tuple[str, ...]]]:
     test = logged_start(log)
     if started and test:  # power_begin follows when the queries are generated; test_datetime is local time
         late = elapsed(test, begin) - started.time_ms / 1e3
-        zone = round(late / ZONE_SECONDS) * ZONE_SECONDS
-        if abs(zone) > WIDEST_ZONE_SECONDS or not -2.0 <= late - zone <= LATE_SECONDS:
+        if not -2.0 <= beyond_time_zone(late) <= LATE_SECONDS:
             text = f"test_datetime {log.text('test_datetime')} and power_begin {log.text('power_begin')}"
             yield f"{text}, {late:.0f} s apart", ("test_datetime", "power_begin")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from megatoken.analysis.machine import rate_state, simulated_gpu
 from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.audit import replay, run_facts
 from megatoken.audit.differences import differences
-from megatoken.audit.discovery import Tree, below
+from megatoken.audit.discovery import Tree, below, innermost
 from megatoken.audit.documents import json_values
 from megatoken.audit.evidence import Run, Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
@@ -61,13 +61,6 @@ def check_lost_files(lost: Mapping[str, Sequence[str]]) -> Iterator[Observation]
         yield from whole.observations(found)
 
 
-def owner(path: str, folders: Set[str]) -> str | None:
-    """The innermost of ``folders`` that is or holds ``path``."""
-    while path and path not in folders:
-        path = path.rpartition("/")[0]
-    return path if path in folders else None
-
-
 def interruptions(tree: Tree, folders: Iterable[str]) -> dict[str, str]:
     """Those of the run folders that say INTERRUPTED, and why, in their own words."""
     found: dict[str, str] = {}
@@ -91,7 +84,7 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         yield from whole.observations(outcome(False, "a whole run folder", shown(str(error)), damaged))
         return
     logged = next((run for run in runs if run.path == display(below(path, MLPERF))), None)
-    part = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
+    part = innermost(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
     folder = RunFolder(tree, path, run, logged, _detail_log(tree, path), part)
     try:
         for one in _CHECKS:

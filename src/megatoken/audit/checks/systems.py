@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megatoken.analysis.published import accelerator_facts, accelerator_table
 from megatoken.audit.documents import USER_CONF
 from megatoken.audit.evidence import Configuration, Run, System, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
-from megatoken.mlperf.rounds import load_csv, rules
+from megatoken.mlperf.rounds import rules
 from megatoken.text import is_number
 
 GB_PER_UNIT = {"TB": 1000.0, "TIB": 1099.511627776, "GB": 1.0, "GIB": 1.073741824, "MB": 1e-3, "MIB": 1.048576e-3}
@@ -75,23 +76,16 @@ def name(system: System) -> Outcome | None:
     return outcome(False, "a name without blanks around it", f"system_name {shown(repr(name))}", where, Severity.NOTE)
 
 
-def part_named(name: str) -> Mapping[str, str] | None:
-    """The row of ``gpu_specs.csv`` that a free text names: the longest model name that occurs in it as a word."""
-    rows = load_csv("gpu_specs.csv")
-    found = [row for row in rows if re.search(rf"(?<![A-Za-z0-9]){re.escape(row['gpu'])}(?![0-9])", name)]
-    return max(found, key=lambda row: len(row["gpu"]), default=None)
-
-
 @check("system.part_name", "Accelerator and the system's name", "Another part was measured than is described.")
 def part_named_alike(system: System) -> Outcome | None:
     """The parts that the name of the file names, by which results refer to the system."""
-    part = part_named(system.accelerator or "")
-    named = {row["gpu"] for row in load_csv("gpu_specs.csv") if _in_name(row["gpu"]).search(system.name)}
-    if part is None or not named:
+    texts = (system.accelerator or "", system.name)
+    mine, named = ({name for name in accelerator_table() if _in_name(name).search(text)} for text in texts)
+    if not mine or not named:
         return None
     where = (system.where(), system.where("accelerator_model_name"))
     expected = f"{' or '.join(sorted(named))}, as the system {shown(system.name)} is named"
-    holds = any(part["gpu"].startswith(gpu) or gpu.startswith(part["gpu"]) for gpu in named)
+    holds = any(one.startswith(other) or other.startswith(one) for one in mine for other in named)
     return outcome(holds, expected, shown(system.accelerator), where, Severity.WARN)
 
 
@@ -101,7 +95,7 @@ def accelerator_count(system: System) -> Outcome | None:
 
     Parts are those of the shipped table, and the words with letters and digits that the description calls its own.
     """
-    names = {row["gpu"] for row in load_csv("gpu_specs.csv")} | set(_PART_WORD.findall(system.accelerator or ""))
+    names = {*accelerator_table(), *_PART_WORD.findall(system.accelerator or "")}
     matches = (_in_name(name).search(system.name) for name in names)
     counts = [int(match.group(1) or match.group(2)) for match in matches if match and any(match.groups())]
     per_node, nodes = system.accelerators_per_node, system.nodes or 1
@@ -125,29 +119,29 @@ def _in_name(gpu: str) -> re.Pattern[str]:
 def part_memory(system: System) -> Outcome | None:
     if system.accelerators_per_node == 0 or (system.accelerator or "N/A").strip().upper() in _NO_PART:
         return None
-    part = part_named(system.accelerator or "")
+    part = accelerator_facts(system.accelerator)
     if part is None:
         found = f"{shown(system.accelerator or 'no accelerator')}: this part is not in the shipped table"
         return outcome(None, "the part's memory", found, (system.where("accelerator_model_name"),))
-    key, expected_gb = "accelerator_memory_capacity", float(part["hbm_gb"])
+    key, expected_gb = "accelerator_memory_capacity", part.values["hbm_gb"]
     memory, found = _first_gb(system, key), shown(system.values.get(key))
     fits = None
     if memory is not None:
         fits = _near(memory, expected_gb) or f"{memory:g}GB" in (system.accelerator or "")
-        alike = [row["gpu"] for row in load_csv("gpu_specs.csv") if _near(memory, float(row["hbm_gb"]))]
+        alike = [name for name, one in accelerator_table().items() if _near(memory, one.values["hbm_gb"])]
         found += f", which {' or '.join(alike)} has" if alike and not fits else ""
     where = (system.where(key), system.where("accelerator_model_name"))
-    return outcome(fits, f"{part['gpu']}: {expected_gb:g} GB", found, where, Severity.WARN)
+    return outcome(fits, f"{part.name}: {expected_gb:g} GB", found, where, Severity.WARN)
 
 
 @check("system.part_power", "Power of the accelerator", "A power limit decides the clocks.")
 def part_power(system: System) -> Iterator[Outcome]:
     """A limit below the part's is a setting, not an error."""
-    part = part_named(system.accelerator or "")
+    part = accelerator_facts(system.accelerator)
     for key in _POWER_KEYS:
-        if part is not None and (match := _WATTS.search(str(system.values.get(key, "")))):
+        if part is not None and part.tdp_watts and (match := _WATTS.search(str(system.values.get(key, "")))):
             watts = float(match.group(1) or match.group(2))
-            holds, expected = abs(watts - float(part["tdp_w"])) < 1, f"{part['gpu']}: {part['tdp_w']} W"
+            holds, expected = abs(watts - part.tdp_watts) < 1, f"{part.name}: {part.tdp_watts:g} W"
             yield outcome(holds, expected, f"{watts:g} W", (system.where(key),), Severity.NOTE)
 
 
