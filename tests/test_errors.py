@@ -12,7 +12,8 @@ from megatoken.accuracy.scores import check_installed
 from megatoken.analysis.query import query
 from megatoken.errors import UsageError
 
-ASK = "from megatoken.errors import how_to_install; print(how_to_install('report'))"
+ASK = "from megatoken.errors import how_to_install, install_command as c; print(how_to_install('report'), c('report'))"
+COMMAND = ".venv/bin/pip install -e '.[report]'"
 
 
 def package_in(folder: Path) -> Path:
@@ -36,16 +37,18 @@ def test_in_a_clone_it_is_the_clones_own_environment(tmp_path: Path) -> None:
     (clone / "pyproject.toml").touch()
     venv.create(clone / ".venv", with_pip=False, symlinks=True)
     own = clone / ".venv" / "bin" / "python"
-    assert asked(own, source, clone) == "install it with: .venv/bin/pip install -e '.[report]'"
-    elsewhere = f"install it with: cd '{clone}' && .venv/bin/pip install -e '.[report]'"
-    assert asked(own, source, tmp_path) == elsewhere
-    assert asked(sys.executable, source, clone) == f"install it with: {sys.executable} -m pip install -e '.[report]'"
+    for python, cwd, command in (
+        (own, clone, COMMAND),
+        (own, tmp_path, f"cd '{clone}' && {COMMAND}"),
+        (sys.executable, clone, f"{sys.executable} -m pip install -e '.[report]'"),
+    ):
+        assert asked(python, source, cwd) == f"install it with: {command} {command}"
 
 
 def test_elsewhere_it_is_the_package(tmp_path: Path) -> None:
     installed = package_in(tmp_path / "lib" / "site-packages")
     assert asked(sys.executable, installed, tmp_path) == (
-        "in a checkout of megatoken, install it with: .venv/bin/pip install -e '.[report]'"
+        f"in a checkout of megatoken, install it with: {COMMAND} {COMMAND}"
     )
 
 

@@ -77,15 +77,26 @@ def need_packages(what: str, extra: str, *names: str) -> None:
 
 
 def how_to_install(extra: str) -> str:
-    """What to type to get an extra of this package, ``report`` for one: in a clone into the clone's own environment."""
+    """A clause on how to get an extra of this package, ``report`` for one."""
+    where, command = _installation(extra)
+    return f"{where}install it with: {command}"
+
+
+def install_command(extra: str) -> str:
+    """The command alone."""
+    return _installation(extra)[1]
+
+
+def _installation(extra: str) -> tuple[str, str]:
+    """Where to type the command, and the command: in a clone for the clone's own environment."""
     import shlex
     from pathlib import Path
 
     package = Path(__file__).resolve().parent
     clone = package.parents[1]
     if package.parent.name != "src" or not (clone / "pyproject.toml").is_file():
-        return f"in a checkout of megatoken, install it with: .venv/bin/pip install -e '.[{extra}]'"
+        return "in a checkout of megatoken, ", f".venv/bin/pip install -e '.[{extra}]'"
     own = Path(sys.prefix) == clone / ".venv"
     pip = ".venv/bin/pip" if own else f"{shlex.quote(sys.executable)} -m pip"
     there = "" if Path.cwd() == clone else f"cd {shlex.quote(str(clone))} && "
-    return f"install it with: {there}{pip} install -e '.[{extra}]'"
+    return "", f"{there}{pip} install -e '.[{extra}]'"

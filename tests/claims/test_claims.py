@@ -149,7 +149,7 @@ def test_the_answer(answers, key):
     ("key", "words"),
     [
         (("vendor-blog", "memory"), "that is the figure of GB200"),
-        (("news-item", "single-run"), "the sum of 18 runs, each with a LoadGen of its own; the largest single run has"),
+        (("news-item", "single-run"), "the sum of 18 runs, each with its own LoadGen; the largest single run has"),
         (("vendor-blog", "total"), "sum of 18 node rates, not shown to be simultaneous"),
         (("vendor-blog", "over-gb200"), "against 18 times the verified GB200 VM 5.1-0008 (verified) it is 17.48 %"),
         (("vendor-blog", "gemm"), "FP8, size 16384: 2.402 times; FP4 over FP8, size 16384: 6.273"),

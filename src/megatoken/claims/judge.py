@@ -61,6 +61,7 @@ class ClaimAnswer:
     others: tuple[Recomputed, ...] = ()  # by other definitions, or against other baselines
     evidence_that_would_settle: tuple[str, ...] = ()
     where: tuple[Where, ...] = ()
+    reason: str = ""  # the first of ``why`` against a claim that does not hold
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -75,6 +76,7 @@ class ClaimAnswer:
             "others": list(map(asdict, self.others)),
             "errors": list(self.errors),
             "why": self.why,
+            "reason": self.reason,
             "evidence_that_would_settle": list(self.evidence_that_would_settle),
             "where": list(map(asdict, self.where[:MOST_PLACES])),
         }
@@ -169,8 +171,9 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
         kind = "arithmetic" if any(map(computes, _formulas(claim).values())) else "fact"
         what = f"not {_claimed(claim)}{by_any}: recomputed {_amount(best, claim)}{_figure_of_another(claim, lookups)}"
         objections.insert(0, (kind, what))
-    if claim.one_run and lookups.uses_rates and not agrees(claim, largest := _largest_run(facts)):
-        runs = f"the sum of {len(facts.nodes)} runs, each with a LoadGen of its own"
+    largest = max((row.output_tokens_per_second for row in facts.nodes), default=0.0)
+    if claim.one_run and lookups.uses_rates and not agrees(claim, largest):
+        runs = f"the sum of {len(facts.nodes)} runs, each with its own LoadGen"
         objections.insert(0, ("scope", f"{runs}; the largest single run has {exact(largest)} {claim.unit}"))
     remarks = []
     if others:
@@ -187,10 +190,6 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     return _objected(answer, _amount(best, claim), objections)
 
 
-def _largest_run(facts: Facts) -> float:
-    return max(row.output_tokens_per_second for row in facts.nodes)
-
-
 def _figure_of_another(claim: Claim, lookups: Lookups) -> str:
     """The accelerators whose figure the claimed one is."""
     names = [
@@ -204,9 +203,10 @@ def _figure_of_another(claim: Claim, lookups: Lookups) -> str:
 def _objected(answer: ClaimAnswer, amount: str, objections: Sequence[Objection]) -> ClaimAnswer:
     """The answer with the objections to it: a claim does not hold if one of them names an error."""
     errors = tuple(error for error, _ in objections if error)
-    reasons = [f"recomputed {amount}" if not errors else "", *(reason for _, reason in objections), answer.why]
+    against = [reason for _, reason in objections if reason]
+    why = "; ".join(filter(None, ("" if errors else f"recomputed {amount}", *against, answer.why)))
     holds: Answered = "does not hold" if errors else "holds"
-    return replace(answer, answer=holds, why="; ".join(filter(None, reasons)), errors=errors)
+    return replace(answer, answer=holds, why=why, errors=errors, reason=against[0] if errors else "")
 
 
 def _presentation(claim: Claim, lookups: Lookups) -> Iterator[Objection]:

@@ -74,7 +74,7 @@ def dossier(
     checked = [*others, *replays]
     subjects = list(dict.fromkeys(one["subject"] for one in measured))
     if not subjects:
-        subjects = [audit["title"].removeprefix("Audit of ") for audit in audits]
+        subjects = [Path(audit["inputs"][0]).name for audit in audits]
     more = f"; and {len(subjects) - SUBJECTS_NAMED} more" if len(subjects) > SUBJECTS_NAMED else ""
     limits = _limits(runs, asked)
     return new_document(

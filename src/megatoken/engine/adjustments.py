@@ -85,9 +85,9 @@ def bad_words_of(request: Request, tokenizer: Tokenizer | None, vocabulary_size:
         raise RequestError("the model has no tokenizer.json, so bad_words must be empty", "bad_words")
     spellings = [space + word.lstrip(" ") for word in request.bad_words for space in ("", " ")]
     try:
-        encodings = {tuple(tokenizer.encode(one, add_special=False)) for one in spellings}
+        encodings = {tuple(tokenizer.encode(one, add_special=False, what="one of bad_words")) for one in spellings}
     except RequestError as error:
-        raise RequestError(str(error).replace("the prompt", "one of bad_words"), "bad_words") from None
+        raise RequestError(str(error), "bad_words") from None
     return BadWords([one for one in encodings if one and max(one) < vocabulary_size])
 
 

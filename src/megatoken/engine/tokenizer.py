@@ -48,10 +48,10 @@ class Tokenizer:
         """Of all its tokens, added ones too; -1 if it has none."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, what: str = "the prompt") -> list[int]:
         """Ids of ``text``; with ``add_special`` also the special tokens that the tokenizer itself puts around it.
 
-        Other threads run while a text of ``LONG_TEXT`` characters or more is encoded.
+        Other threads run while a text of ``LONG_TEXT`` characters or more is encoded. ``what``: its name in errors.
 
         Raises:
             RequestError: ``text`` is not Unicode text (lone surrogates), or holds what the tokenizer has no token for.
@@ -60,7 +60,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; remove it"
+                f"{what} is not Unicode text: character {error.start + 1} is half of a surrogate pair; remove it"
             ) from error
         try:
             if len(text) < LONG_TEXT:
@@ -70,7 +70,7 @@ class Tokenizer:
             return list(encoding.ids)
         except BaseException as error:
             _raise_unless_of_the_library(error)
-            raise RequestError(f"the prompt cannot be encoded: {_one_line(error)}; change the text") from error
+            raise RequestError(f"{what} cannot be encoded: {_one_line(error)}; change the text") from error
 
     def single_id(self, text: str) -> int | None:
         """The id of the token that a text alone is encoded to; None if that takes several."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from megatoken.errors import StorageError, UsageError, how_to_install
+from megatoken.errors import StorageError, UsageError, install_command
 from megatoken.files import check_writable, new_document
 from megatoken.hardware.inventory import cpu, memory, multiplies_bf16
 from megatoken.hardware.nvml import (
@@ -185,7 +185,7 @@ def _load() -> Iterator[Finding]:
     steal = getattr(psutil.cpu_times(), "steal", 0.0) - getattr(all_before, "steal", 0.0)
     if steal / seconds > STEAL_SHARE:
         message = f"other virtual machines on this host take {steal / seconds:.0%} of the cores' time"
-        yield fix("cpu_steal", message, "move to a host or an instance type with cores of its own")
+        yield fix("cpu_steal", message, "move to a host or an instance type with dedicated cores")
     else:
         yield ok("cpu_steal", "no core is taken away by the host")
 
@@ -273,8 +273,7 @@ def check_software(has_gpu: bool) -> Iterator[Finding]:
     for extra, (modules, cost) in extras.items():
         missing = [module for module in modules if find_spec(module) is None]
         if missing:
-            command = how_to_install(extra).removeprefix("install it with: ")
-            yield fix(f"extra_{extra}", f"{', '.join(missing)} not installed: {cost}", command)
+            yield fix(f"extra_{extra}", f"{', '.join(missing)} not installed: {cost}", install_command(extra))
         else:
             yield ok(f"extra_{extra}", f"the extra {extra} is installed")
     version = metadata.version("torch")
@@ -357,8 +356,7 @@ def examine(folder: Path, refuse: Callable[[Path], None] | None = None) -> dict[
 
 def _gpus() -> Iterator[Finding]:
     if find_spec("pynvml") is None:
-        command = how_to_install("gpu").removeprefix("install it with: ")
-        yield unknown("gpu", "nvidia-ml-py is not installed, so GPUs cannot be examined", command)
+        yield unknown("gpu", "nvidia-ml-py is not installed, so GPUs cannot be examined", install_command("gpu"))
     elif (library := open_nvml()) is None:
         yield unknown("gpu", "the driver does not answer", "nvidia-smi")
     else:

@@ -49,6 +49,17 @@ class Counters:
     c2c_errors: int | None = None
 
 
+class SensorError(CapacityError):
+    """What NVML does not report, and how to fix that."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what, fix)
+        self.what, self.fix = what, fix
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.fix}"
+
+
 class NvmlGpu:
     """One GPU."""
 
@@ -221,12 +232,17 @@ def nvml_gpu(uuid: str) -> NvmlGpu:
     """The GPU named ``GPU-...`` for questions to the driver.
 
     Raises:
-        CapacityError: nvidia-ml-py is not installed, or the driver does not know the GPU.
+        SensorError: nvidia-ml-py is not installed, or the driver does not know the GPU.
     """
     gpus = gpus_of([uuid])
     if gpus is None:
-        raise CapacityError(f"NVML does not know {uuid}; {how_to_install('gpu')}, and check nvidia-smi")
+        raise unknown_gpu(uuid)
     return gpus[0]
+
+
+def unknown_gpu(uuid: str) -> SensorError:
+    """The error to raise where NVML has no such GPU, or is not installed."""
+    return SensorError(f"NVML does not know {uuid}", f"{how_to_install('gpu')}, and check nvidia-smi")
 
 
 def driver_version(nvml: Any) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from megatoken.errors import CapacityError, how_to_install
+from megatoken.hardware.nvml import SensorError, unknown_gpu
 from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
 
 POWER_PERIOD_SECONDS = 0.2
@@ -40,11 +40,11 @@ class PowerSampler:
         """Open NVML for the GPU named ``GPU-...``.
 
         Raises:
-            CapacityError: NVML does not know the GPU, or nvidia-ml-py is not installed.
+            SensorError: NVML does not know the GPU, or nvidia-ml-py is not installed.
         """
         telemetry = GpuTelemetry.open([uuid])
         if telemetry is None:
-            raise CapacityError(f"NVML does not know {uuid}; {how_to_install('gpu')}")
+            raise unknown_gpu(uuid)
         self._telemetry = telemetry
         self._joules = telemetry.joules()
         self._period_seconds = period_seconds
@@ -75,12 +75,12 @@ class PowerSampler:
                 return
 
     def between(self, begin_seconds: float, end_seconds: float) -> Power:
-        """Means between two times of ``time.monotonic()``. Raises CapacityError: nothing was read in between."""
+        """Means between two times of ``time.monotonic()``. Raises SensorError: nothing was read in between."""
         return mean_power(list(self.readings), begin_seconds, end_seconds)
 
 
 def mean_power(readings: Sequence[Reading], begin_seconds: float, end_seconds: float) -> Power:
-    """Readings weighted by the part of their time that lies between the two. Raises CapacityError: none does."""
+    """Readings weighted by the part of their time that lies between the two. Raises SensorError: none does."""
     weighted = [
         (min(reading.at_seconds, end_seconds) - max(reading.since_seconds, begin_seconds), reading.state)
         for reading in readings
@@ -90,7 +90,7 @@ def mean_power(readings: Sequence[Reading], begin_seconds: float, end_seconds: f
     def mean(name: str) -> float:
         known = [(weight, float(value)) for weight, state in inside if (value := getattr(state, name)) is not None]
         if not known:
-            raise CapacityError(f"NVML reported no {name} in {end_seconds - begin_seconds:.1f} s; measure longer")
+            raise SensorError(f"NVML reported no {name} in {end_seconds - begin_seconds:.1f} s", "measure longer")
         return sum(weight * value for weight, value in known) / sum(weight for weight, _ in known)
 
     watts = mean("power_watts")

@@ -417,7 +417,7 @@ def _changed_inputs(system: System, assumptions: Assumptions, name: str, value: 
         throughput = replace(throughput, output_tokens_per_request=value)
     elif name == MIX:
         rate = throughput.output_tokens_per_second
-        if throughput.inputs[0].unit.startswith("total"):
+        if throughput.counted == "total":
             rate = throughput.total_tokens_per_second / (1 + value)
         throughput = replace(throughput, output_tokens_per_second=rate, input_tokens_per_output_token=value)
     return cost_inputs(replace(system, throughput=throughput), assumptions.but(name, value))

@@ -162,7 +162,8 @@ def schedule(
             f"a request of {lengths.context:,.0f} tokens does not fit in the KV cache of {replica.model} on"
             f" {replica.gpu} ({replica.cache_tokens:,} tokens); shorten its context"
         )
-    best, bound, latency = None, "compute", None
+    bound: Bound = "compute"
+    best, latency, late = None, None, False
     for point in curve(replica, lengths):
         if point.requests > memory:
             bound = "KV memory"
@@ -175,17 +176,15 @@ def schedule(
         if best is None or point.output_tokens_per_second >= best.output_tokens_per_second:
             best = point
     if best is None:
-        flag = "--tpot-limit" if bound.endswith("per output token") else "--ttft-limit"
-        raise UsageError(
-            f"one request alone on {replica.gpu} breaks the limit on {bound.removeprefix('latency: ')}; raise {flag}"
-        )
+        limit, flag = ("time per output token", "--tpot-limit") if late else ("time to first token", "--ttft-limit")
+        raise UsageError(f"one request alone on {replica.gpu} breaks the limit on {limit}; raise {flag}")
     return Schedule(
         replica,
         best.requests,
         best.output_tokens_per_second * speed,
         best.tpot_seconds / speed,
         best.ttft_seconds / speed,
-        bound,  # type: ignore[arg-type]
+        bound,
         memory,
         latency,
     )

@@ -47,7 +47,8 @@ class Throughput:
     ``accelerators`` is the number that produces the rate, None if unknown. ``input_tokens_per_output_token`` and
     ``output_tokens_per_request`` describe the requests. ``scenario`` is offline, server, interactive or None.
     ``service`` says whether the run kept the service level, if the rate is of a run. ``replica`` is what the cost model
-    knows step times of; None where it does not know the model or the accelerator, as ``notes`` say.
+    knows step times of; None where it does not know the model or the accelerator, as ``notes`` say. ``counted`` are the
+    tokens that the rate counted as it was given.
     """
 
     output_tokens_per_second: float
@@ -64,6 +65,7 @@ class Throughput:
     service: Verdict | None = None
     notes: tuple[str, ...] = ()
     replica: Replica | None = None
+    counted: Counted = "output"
 
     @property
     def lengths(self) -> Lengths:
@@ -164,6 +166,7 @@ def from_number(
         source=source,
         mix_state=mix_input.state,
         notes=tuple(notes),
+        counted=checked_counted,
     )
     return _with_replica(throughput, model, precision)
 

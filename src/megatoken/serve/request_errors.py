@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megatoken.errors import CapacityError, MegatokenError, RequestError
 from megatoken.serve.engine_client import Refused
@@ -16,6 +16,7 @@ from megatoken.serve.messages import Busy, Unavailable
 from megatoken.yaml_files import DEMANDS
 
 UNAVAILABLE_SECONDS = 5  # after which to try again
+_WRONG_FIELD = "wrong_field"
 _KINDS = {  # of values, by pydantic's type of error
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -94,11 +95,16 @@ def as_api_error(error: MegatokenError) -> ApiError:
     return ApiError(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
+def wrong_field(field: str, message: str) -> PydanticCustomError:
+    """The error that a validator of a body raises about one of its fields."""
+    return PydanticCustomError(_WRONG_FIELD, "{message}", {"field": field, "message": message})
+
+
 def field_error(error: ValidationError) -> ApiError:
     """What is wrong with a body, with the name of its field: of several alternatives the one that fits best."""
     found = error.errors(include_url=False, include_input=False)
     worst = max(found, key=lambda one: (len(one["loc"]), one["type"] not in _KINDS))
-    param = field_name(worst["loc"])
+    param = worst["ctx"]["field"] if worst["type"] == _WRONG_FIELD else field_name(worst["loc"])
     if worst["type"] == "json_invalid":
         return ApiError(f"the body is not JSON: {worst['msg'].removeprefix('Invalid JSON: ')}"[:500])
     if worst["type"] in _KINDS:
@@ -106,8 +112,6 @@ def field_error(error: ValidationError) -> ApiError:
         message = f"must be {' or '.join(dict.fromkeys(kinds))}"
     else:
         message = _demand(worst)
-    if param is None and worst["type"] == "value_error":  # of a validator, which names the field
-        param, _, message = message.partition(": ")
     if param is None:
         return ApiError("the body must be a JSON object")
     return ApiError(f"{param}: {message}", param=param)

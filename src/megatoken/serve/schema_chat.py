@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from megatoken.serve.request_errors import wrong_field
 from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, MOST_TOKEN_IDS, Body, GenerationFields, Items, Part
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
@@ -127,13 +128,13 @@ class ChatBody(PromptFields, GenerationFields):
             and "add_generation_prompt" in self.model_fields_set
             and self.add_generation_prompt
         ):
-            raise ValueError("continue_final_message: cannot be true together with add_generation_prompt")
+            raise wrong_field("continue_final_message", "cannot be true together with add_generation_prompt")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: needs logprobs to be true")
+            raise wrong_field("top_logprobs", "needs logprobs to be true")
         if self.tool_choice not in (None, "none") and not self.tools:
-            raise ValueError("tool_choice: needs tools")
+            raise wrong_field("tool_choice", "needs tools")
         if isinstance(self.tool_choice, NamedTool):
             wanted = self.tool_choice.function.name
             if wanted not in {tool.function.name for tool in self.tools}:
-                raise ValueError(f"tool_choice: {wanted[:64]!r} is not one of the tools")
+                raise wrong_field("tool_choice", f"{wanted[:64]!r} is not one of the tools")
         return self

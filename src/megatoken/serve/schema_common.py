@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatoken.engine.request import Grammar, GrammarKind, Sampling
-from megatoken.serve.request_errors import ApiError, field_error
+from megatoken.serve.request_errors import ApiError, field_error, wrong_field
 
 LONGEST_STOP = 1024  # characters
 MOST_STOPS = 16
@@ -238,11 +238,11 @@ class GenerationFields(SamplingFields):
     @model_validator(mode="after")
     def _options_agree(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only allowed when stream is true")
+            raise wrong_field("stream_options", "only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs: not in streams; leave stream out")
+            raise wrong_field("prompt_logprobs", "not in streams; leave stream out")
         if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
-            raise ValueError("structured_outputs: give it or response_format, not both")
+            raise wrong_field("structured_outputs", "give it or response_format, not both")
         return self
 
     @property

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from megatoken.serve.request_errors import wrong_field
 from megatoken.serve.schema_chat import Message, PromptFields
 from megatoken.serve.schema_common import (
     MOST_MESSAGES,
@@ -50,7 +51,7 @@ class CompletionBody(GenerationFields):
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: must be at least 1, or 0 with echo")
+            raise wrong_field("max_tokens", "must be at least 1, or 0 with echo")
         return self
 
     @property
@@ -78,7 +79,7 @@ class TokenizeBody(PromptFields):
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: give either prompt or messages")
+            raise wrong_field("prompt", "give either prompt or messages")
         return self
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from megatoken.serve.request_errors import wrong_field
 from megatoken.serve.schema_chat import MOST_TOOLS, ClientTool, Function, NamedFunction
 from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, Items, NamedSchema, Part, SamplingFields
 
@@ -117,5 +118,5 @@ class ResponsesBody(SamplingFields):
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.text.format.type == "json_schema" and "schema_" not in self.text.format.model_fields_set:
-            raise ValueError("text.format: type json_schema needs a schema")
+            raise wrong_field("text.format", "type json_schema needs a schema")
         return self

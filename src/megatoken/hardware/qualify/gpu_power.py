@@ -14,8 +14,7 @@ import torch
 from megatoken.engine.config import SHAPES
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.schemes import find_scheme
-from megatoken.errors import CapacityError
-from megatoken.hardware.nvml import HARMFUL_REASONS, Counters, NvmlGpu, nvml_gpu, words_of
+from megatoken.hardware.nvml import HARMFUL_REASONS, Counters, NvmlGpu, SensorError, nvml_gpu, words_of
 from megatoken.hardware.power import PowerSampler
 from megatoken.hardware.qualify.gpu_products import Weights
 from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_seconds, repeat_for
@@ -51,19 +50,19 @@ def power(setting: Setting) -> Outcomes:
     """The gate and up product of a 70B layer for ``setting.power_seconds``: fp8, or bf16 where there is no fp8."""
     run, work = _full_load()
     repeat_for(max(1.0, setting.power_seconds / 5), run)  # the clock settles
-    name = "sustained_tflops"
+    name, uuid = "sustained_tflops", device_uuid()
     try:
-        gpu = nvml_gpu(device_uuid())
+        gpu = nvml_gpu(uuid)
         limit = gpu.power_limit_watts()
         counters = gpu.counters()
         gpu.watch_xids()
-        with PowerSampler(device_uuid(), PERIOD_SECONDS) as sampler:
+        with PowerSampler(uuid, PERIOD_SECONDS) as sampler:
             began = time.monotonic()
             passes, elapsed = repeat_for(setting.power_seconds, run)
             found = sampler.between(began, time.monotonic())
-    except CapacityError as error:
+    except SensorError as error:
         yield Value(name, TITLE, "TFLOP/s", rates(work, gpu_seconds(run, setting)))
-        yield NotRun("power", "Power, clock and temperature", str(error).split("; ")[0], "install nvidia-ml-py")
+        yield NotRun("power", "Power, clock and temperature", error.what, error.fix)
         return
     rate = work * passes / elapsed
     note = f"{found.watts / rate:.2f} J per TFLOP"
@@ -90,7 +89,7 @@ def pulse(setting: Setting) -> Outcomes:
     length = min(PULSE_SECONDS, setting.power_seconds / PULSES)
     try:
         gpu: NvmlGpu | None = nvml_gpu(device_uuid())
-    except CapacityError:
+    except SensorError:
         gpu = None
     counters = gpu.counters() if gpu else Counters()
     if gpu is not None:

@@ -116,7 +116,7 @@ def right_value(claim: Document) -> str:
     claimed, recomputed = claim.part("claimed"), claim.part("recomputed")
     if claim.texts("errors")[:1] in (["arithmetic"], ["fact"]) and recomputed.values:
         return _recomputed(recomputed, claimed.values.get("value"))[0].text
-    return f"wrong ({claim.text('why').partition('; ')[0]})"
+    return f"wrong ({claim.text('reason') or claim.text('why')})"  # older versions stated no reason apart
 
 
 def _brief_claims(claims: Sequence[Document]) -> Table:

@@ -208,7 +208,7 @@ def _figures(costs: Sequence[Document], sources: int) -> tuple[Cell, Cell]:
 
 
 def _of_source(one: Document, sources: int) -> str:
-    return f"{one.text('of').removeprefix('Audit of ')}: " if sources > 1 else ""
+    return f"{one.text('of')}: " if sources > 1 else ""
 
 
 def _amount(one: Document) -> str:
