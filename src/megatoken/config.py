@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from megatoken.engine.config import DEFAULT_PRECISION, REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
-from megatoken.engine.schemes import find_scheme
+from megatoken.engine.schemes import find_scheme, unknown_precision
 from megatoken.errors import ConfigError
 from megatoken.mlperf.benchmarks import BenchmarkName
 from megatoken.text import suggestion
@@ -446,9 +446,9 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
         for key in ("rack.count", "rack.replicas", "rack.simulated_gpu"):
             refuse(key, "only for a rack; give --rack auto")
     if config.rack.simulated_gpu is None:
-        if find_scheme(config.engine_config().precision).simulated_only:
-            place = _place_of("precision", settings)
-            raise ConfigError(f"{place}: must be 'fp32', 'bf16' or 'fp8'; fp4 is supported on simulated GPUs only")
+        precision = config.engine_config().precision
+        if find_scheme(precision).simulated_only:
+            raise unknown_precision(precision, _place_of("precision", settings))
     else:
         for key in ("rules", "compliance", "rack.replicas", "text"):
             refuse(key, "not supported with rack.simulated_gpu, which computes nothing; leave it out")

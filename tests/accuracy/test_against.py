@@ -133,7 +133,7 @@ def test_refusals(quantized: Path, tmp_path: Path) -> None:
         ((plain, "--against", "reference"), "name prompts with expected answers (JSON lines) with --references"),
         ((narrow, "--against", "reference"), "has other shapes than"),
         ((quantized, "--against", tmp_path / "none"), "no such file"),
-        ((quantized, "--against", "reference", "--precision", "int8"), "precision is int8; take one of"),
+        ((quantized, "--against", "reference", "--precision", "int8"), "'bf16' or 'fp8', got 'int8'"),
         ((quantized, "--against", "reference", "--baseline", tmp_path), "leave out --model, --benchmark"),
         ((tmp_path, "--samples", 5), "--samples and --out: are for --against"),
     ]

@@ -95,6 +95,10 @@ def made(out: Path, levels: dict[str, Any], facts: dict[str, Any]) -> Run:
         ),
         ("measuring_loop", "12%", {}, {"loop_seconds": {"harness": 7.2}}),
         ("kernels", "no g++", {}, {"target": FACTS["target"] | {"why_no_kernels": "no g++"}}),  # type: ignore[operator]
+        *(
+            ("bf16_widened", "no bf16", {}, {"precision": one, "target": FACTS["target"] | {"bf16_widened": True}})  # type: ignore[operator]
+            for one in ("bf16", "fp8")
+        ),
         (
             "steadiness",
             "the worst began",

@@ -329,7 +329,7 @@ def check_plan(plan: MemoryPlan, model: ModelConfig, config: EngineConfig) -> No
         ("tiny", {"cache_tokens": -7}, ConfigError, "cache_tokens is -7"),
         ("tiny", {"memory_bytes": 0}, ConfigError, "memory_bytes is 0"),
         ("tiny", {"threads": 0}, ConfigError, "threads is 0"),
-        ("tiny", {"precision": "int3"}, ConfigError, "precision is int3; take one of fp32, bf16, fp8"),
+        ("tiny", {"precision": "int3"}, ConfigError, "precision: must be 'fp32', 'bf16' or 'fp8', got 'int3'"),
     ],
 )  # fmt: skip
 def test_refusals_come_before_anything_is_loaded(

@@ -335,5 +335,5 @@ def test_what_cannot_be_simulated() -> None:
 
 
 def test_fp4_is_for_simulation_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="precision is fp4; take one of fp32, bf16, fp8"):
+    with pytest.raises(ConfigError, match="'bf16' or 'fp8'; fp4 is supported on simulated GPUs only"):
         Engine("tiny", EngineConfig(precision="fp4"))

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatoken.analysis.series import Floats, gpu_errors, numbers, totals_over_time
 from megatoken.analysis.stability import FATAL_ERRORS
+from megatoken.engine.schemes import has_bf16_activations
 from megatoken.files import new_document
 from megatoken.hardware.doctor import Finding, fix, ok, unknown
 from megatoken.hardware.nvml import HARMFUL_REASONS, POWER_CAP, words_of
@@ -181,9 +182,9 @@ def _client(run: Run) -> Iterator[Finding]:
     codes = {one["code"]: one for one in (*run.reasons, *run.doubts)}
     for name in ("CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG"):
         if name in codes:
-            command = "more --endpoint.processes, or a machine of its own"
+            command = "more --endpoint.processes, or a separate machine"
             if "free_cores" in codes[name]:
-                command = "stop other work on the client's machine, or give it one of its own"
+                command = "stop other work on the client's machine, or give it a separate one"
             yield fix(code, f"the client was the limit: {codes[name]['message']}", command)
             return
     client = result.get("client")
@@ -202,7 +203,7 @@ def _kernels(result: Mapping[str, Any]) -> Iterator[Finding]:
     target = result.get("target") or {}
     if why := target.get("why_no_kernels"):
         yield fix("kernels", f"the processor's kernels were not compiled: {why}", "sudo apt-get install g++")
-    if target.get("bf16_widened") and result.get("precision") == "bf16":
+    if target.get("bf16_widened") and has_bf16_activations(result.get("precision")):
         yield fix(
             "bf16_widened", "this processor has no bf16 instructions, so bf16 values are widened", "--precision fp32"
         )

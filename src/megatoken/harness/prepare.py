@@ -26,7 +26,7 @@ from megatoken.engine.config import REFERENCE, ModelConfig
 from megatoken.engine.measured_costs import ModelWork
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.request import Request
-from megatoken.engine.schemes import scheme_of
+from megatoken.engine.schemes import has_bf16_activations, scheme_of
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, UsageError
 from megatoken.files import check_writable, plain, redact
@@ -312,7 +312,7 @@ def _widened(config: RunConfig, model: ServedModel) -> Iterator[str]:
     """Warns of a format that was named and that this processor has no instructions for."""
     on_cpu = model.memory is not None and model.memory.device == "cpu"
     here = config.rack.cluster is None and config.rack.simulated_gpu is None
-    if config.precision in ("bf16", "fp8") and on_cpu and here and not multiplies_bf16():
+    if has_bf16_activations(config.precision) and on_cpu and here and not multiplies_bf16():
         yield reason("BF16_WIDENED")["message"]
 
 

@@ -18,6 +18,7 @@ from megatoken.accuracy.gate import Judgement
 from megatoken.analysis.stability import judge_soak
 from megatoken.analysis.statistics import ARRIVING, Samples, lateness
 from megatoken.config import RunConfig
+from megatoken.engine.schemes import has_bf16_activations
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_plan import run_benchmark, run_limits
 from megatoken.mlperf.benchmarks import LatencyLimits, benchmark
@@ -294,7 +295,7 @@ def engine_notes(engine: Mapping[str, Any], precision: str | None) -> list[Reaso
     notes = []
     if engine.get("why_no_kernels"):
         notes.append(reason("NO_KERNELS", why=engine["why_no_kernels"]))
-    if precision in ("bf16", "fp8") and engine.get("bf16_widened"):
+    if has_bf16_activations(precision) and engine.get("bf16_widened"):
         notes.append(reason("BF16_WIDENED"))
     if engine.get("device") == "cpu" and engine.get("why_no_gpu"):
         notes.append(reason("NO_GPU", why=engine["why_no_gpu"]))

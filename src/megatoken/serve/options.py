@@ -22,6 +22,7 @@ from megatoken.config import (
     separated,
 )
 from megatoken.engine.config import DEFAULT_PRECISION, FAIR_SLOWDOWN, RECORD_SECONDS, REFERENCE, EngineConfig, Precision
+from megatoken.engine.schemes import find_scheme, unknown_precision
 from megatoken.errors import ConfigError
 from megatoken.serve.reasoning import ReasoningFormat
 from megatoken.serve.tenants import Keys
@@ -132,8 +133,8 @@ def load_serve_config(flags: Mapping[str, str | bool | None], rack: str | None =
     if config.simulated_gpu is not None:
         if config.rack.cluster is not None or config.engine_kind == "mock":
             raise ConfigError("--simulated-gpu: not supported with --rack or --engine mock; leave one of them out")
-    elif config.precision == "fp4":
-        raise ConfigError("--precision: must be 'fp32', 'bf16' or 'fp8'; fp4 is supported on simulated GPUs only")
+    elif config.precision is not None and find_scheme(config.precision).simulated_only:
+        raise unknown_precision(config.precision, "--precision")
     return config
 
 

@@ -12,7 +12,7 @@ from megatoken.engine.schemes.linear_scheme import LinearScheme
 from megatoken.engine.schemes.plain import BF16, FP32
 from megatoken.errors import ConfigError
 
-__all__ = ["BF16", "FP8", "FP8_PACKED", "SCHEMES", "LinearScheme", "find_scheme", "scheme_of"]
+__all__ = ["BF16", "FP8", "FP8_PACKED", "SCHEMES", "LinearScheme", "find_scheme", "has_bf16_activations", "scheme_of"]
 
 SCHEMES: tuple[LinearScheme, ...] = (FP32, BF16, FP8, FP8_ROWS, FP8_PACKED, FP4)
 
@@ -48,7 +48,14 @@ def scheme_of(config: EngineConfig) -> LinearScheme:
     return find_scheme(config.precision, config.fp8_scales, packed=bool(config.packed_weights))
 
 
-def unknown_precision(precision: str) -> ConfigError:
-    """The error to raise where no device here can compute in ``precision``."""
-    known = dict.fromkeys(scheme.precision for scheme in SCHEMES if not scheme.simulated_only)
-    return ConfigError(f"precision is {precision}; take one of {', '.join(known)}")
+def has_bf16_activations(precision: str | None) -> bool:
+    """Whether a precision multiplies values in bf16, which some processors must widen first."""
+    return any(scheme.precision == precision and scheme.activation_type == BF16.activation_type for scheme in SCHEMES)
+
+
+def unknown_precision(precision: str, place: str = "precision") -> ConfigError:
+    """The error to raise where no device here can compute in ``precision``, which was set at ``place``."""
+    *others, last = dict.fromkeys(repr(scheme.precision) for scheme in SCHEMES if not scheme.simulated_only)
+    simulated = any(scheme.precision == precision for scheme in SCHEMES)
+    why = f"; {precision} is supported on simulated GPUs only" if simulated else f", got {precision!r}"
+    return ConfigError(f"{place}: must be {', '.join(others)} or {last}{why}")
