@@ -18,7 +18,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatoken.errors import StorageError
-from megatoken.text import utc_now
+from megatoken.text import printable, utc_now
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -364,10 +364,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 def display(path: str) -> str:
     """A path as printable text: names may hold any bytes."""
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+    return printable(os.fsencode(path).decode("utf-8", "backslashreplace"))
 
 
 def _refuse_constant(name: str) -> NoReturn:

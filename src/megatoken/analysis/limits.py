@@ -260,7 +260,7 @@ def _figure(limit: Limit, found: float | None, unknown: str) -> Judged:
     met = found <= limit.value if limit.at_most else found >= limit.value
     answer = Answer.MET if met else Answer.NOT_MET
     sign = "at most" if limit.at_most else "at least"
-    return _with(limit, answer, f"{_shown(found, limit.unit)}; {sign} {_shown(limit.value, limit.unit)}", found)
+    return _with(limit, answer, f"{with_unit(found, limit.unit)}; {sign} {with_unit(limit.value, limit.unit)}", found)
 
 
 def _percentile(limit: Limit, values: Floats, percent: float) -> Judged:
@@ -270,7 +270,7 @@ def _percentile(limit: Limit, values: Floats, percent: float) -> Judged:
         return _open(limit, "no request has such a time")
     found, share, least = _value_at(values, percent / 100), percent / 100, samples_needed(percent)
     parts = {"samples": count, "over": over}
-    shown = f"{over:,} of {count:,} are over {_shown(limit.value, limit.unit)}"
+    shown = f"{over:,} of {count:,} are over {with_unit(limit.value, limit.unit)}"
     figure = float(found) if np.isfinite(found) else None
     by_chance = 1.0 if not over else 1 - odds(count - over + 1, over - 1, share)  # so many over, if the limit holds
     if found > limit.value and (count >= least or by_chance < 1 - CONFIDENCE):
@@ -301,5 +301,6 @@ def _with(limit: Limit, answer: Answer, why: str, found: float | None, **parts: 
     return Judged(limit.key, limit.label, limit.value, limit.unit, limit.at_most, answer, found, why, **parts)
 
 
-def _shown(value: float, unit: str) -> str:
+def with_unit(value: float, unit: str) -> str:
+    """The value of a limit, or of what is held against it, as text."""
     return f"${precise(value)}" if unit == "$" else f"{precise(value)} {unit}"

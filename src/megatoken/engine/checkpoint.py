@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import reprlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from megatoken.engine.quantized_layouts import Expected
 from megatoken.engine.quantized_source import QuantizedSource
 from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.stacked_experts import StackedExperts
-from megatoken.engine.tensor_files import FETCH, StoredTensor, find_tensors, one_line_errors, read_json
+from megatoken.engine.tensor_files import StoredTensor, check_finite, find_tensors, one_line_errors, read_json
 from megatoken.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
@@ -109,7 +108,7 @@ class Checkpoint:
 
         if self.quantized is not None and name in self.quantized:
             result = self.quantized.stored(name).decode(dtype)
-            _check_finite(name, self.quantized.directory, result)
+            check_finite(name, self.quantized.directory, result)
             return result if device is None else result.to(device)
         if self._stacked is not None and self._stacked.has(name):
             return self._stacked.plain(name, dtype, device)
@@ -120,7 +119,7 @@ class Checkpoint:
                 rows = slice(start, start + len(chunk))
                 part = result.view(-1, chunk.shape[1])[rows]
                 part.copy_(chunk)
-                _check_finite(name, stored.path, part)
+                check_finite(name, stored.path, part)
         return result
 
 
@@ -231,12 +230,6 @@ def read_config(directory: Path) -> ModelConfig:
             ids = end_token_ids(read_json(generation), generation, config.vocabulary_size)
             config = replace(config, end_token_ids=ids)
     return config
-
-
-def _check_finite(name: str, path: Path, values: torch.Tensor) -> None:
-    smallest, largest = values.aminmax()  # both NaN if any element is; 20 times faster than isfinite().all()
-    if not (math.isfinite(smallest.item()) and math.isfinite(largest.item())):
-        raise CheckpointError(f"{path}: tensor {name!r} holds NaN or infinity as {values.dtype}; {FETCH}")
 
 
 def _check_tensors(expected: Mapping[str, Expected], tensors: Mapping[str, StoredTensor], directory: Path) -> None:

@@ -6,13 +6,12 @@ nothing of the maker. Letters: N outputs, K inputs, G groups of inputs that shar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from megatoken.engine.tensor_files import FETCH, StoredTensor
+from megatoken.engine.tensor_files import FETCH, StoredTensor, check_finite
 from megatoken.errors import CheckpointError
 
 if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
@@ -162,7 +161,7 @@ class Fp4Layout(Layout):
         scale_NG = tensors[f"{module}.weight_scale"].whole()
         if scale_NG.dtype == torch.uint8:
             scale_NG = scale_NG.view(torch.float8_e8m0fnu)
-        _check_finite(f"{module}.weight_scale", scale_NG, tensors)
+        check_finite(f"{module}.weight_scale", tensors[f"{module}.weight_scale"].path, scale_NG)
         second_N1 = largest_input = None
         if self.second is not None:
             second_N1 = read_scale(f"{module}.{self.second}", tensors).double()
@@ -381,14 +380,8 @@ def _read_pre_scale(module: str, tensors: Tensors) -> Tensor | None:
 
 def _read_finite(name: str, tensors: Tensors) -> Tensor:
     values = tensors[name].whole()
-    _check_finite(name, values, tensors)
+    check_finite(name, tensors[name].path, values)
     return values
-
-
-def _check_finite(name: str, values: Tensor, tensors: Tensors) -> None:
-    smallest, largest = values.float().aminmax()
-    if not (math.isfinite(smallest.item()) and math.isfinite(largest.item())):
-        raise CheckpointError(f"{tensors[name].path}: tensor {name!r} holds NaN or infinity; {FETCH}")
 
 
 def _read_groups(name: str, tensors: Tensors, columns: int, group: int) -> Tensor | None:

@@ -21,6 +21,7 @@ import psutil
 from megatoken import __version__
 from megatoken.hardware import nvml
 from megatoken.hardware.host_sensors import logged_xids
+from megatoken.processes import usable_cores
 
 PACKAGES = ("torch", "numpy", "mlcommons-loadgen", "safetensors", "tokenizers", "pyarrow", "triton", "cuda-bindings")
 VARIABLES = (
@@ -78,12 +79,11 @@ def cpu() -> dict[str, Any]:
     """Model, cores, those this process may use, and the instruction sets that speed up matrix products."""
     fields = _fields(Path("/proc/cpuinfo"))
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "model": fields.get("model name") or platform.processor() or None,
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
-        "usable_cores": usable,
+        "usable_cores": usable_cores(),
         "quota_cores": _cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
         "instruction_sets": [flag for flag in (*MATRIX_INSTRUCTIONS, *ARM_INSTRUCTIONS) if flag in flags],
     }

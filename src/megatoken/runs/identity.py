@@ -23,6 +23,7 @@ from typing import Any
 
 from megatoken.errors import CheckpointError
 from megatoken.files import write_text
+from megatoken.processes import usable_cores
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -132,7 +133,7 @@ def file_hashes(paths: Sequence[Path], stopped: Event | None = None) -> list[Fil
         unread = [path for path, found in known.items() if found is None]
         if not unread:
             return [found for found in known.values() if found is not None]
-        with ThreadPoolExecutor(min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))) as pool:
+        with ThreadPoolExecutor(min(MOST_THREADS, max(1, usable_cores() // 2))) as pool:
             read = dict(zip(unread, pool.map(lambda path: _hash(path, stopped), unread), strict=True))
         found = {path: read[path][0] if path in read else known[path] for path in paths}
         settled = {str(path.absolute()): entry for path, (_, entry) in read.items() if entry is not None}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatoken.hardware.inventory import gpus
+from megatoken.processes import usable_cores
 from megatoken.rack.placement import SIMULATED_CPUS, Node, Slot, place_replicas, wanted_on
 from megatoken.serve.options import ServeConfig
 
@@ -28,7 +29,7 @@ def slots_on(options: ServeConfig, nodes: Sequence[Node]) -> list[Slot]:
 
 def this_machine(options: ServeConfig) -> Node:
     """This machine as the only node."""
-    cores = float(len(os.sched_getaffinity(0)))
+    cores = float(usable_cores())
     return Node(socket.gethostname(), "", "127.0.0.1", len(visible_gpus(options)), cores)
 
 

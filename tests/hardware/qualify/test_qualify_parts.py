@@ -53,7 +53,7 @@ def test_of_two_parts_only_the_ratio_is_stated() -> None:
 
 def test_collectives_between_processes_have_the_right_results(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "CPU_SIZES", (2**12,))
-    monkeypatch.setattr(collectives, "usable_cores", lambda: 3)
+    monkeypatch.setattr(collectives, "cores_within_quota", lambda: 3)
     found = {one.name: one for one in collectives.on_cpu(tiny)}
     assert list(found) == [f"{name}_4096" for name in rank_process.OPERATIONS] + ["collective_errors"]
     errors = found["collective_errors"]

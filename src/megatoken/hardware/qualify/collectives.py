@@ -14,7 +14,7 @@ from typing import Any
 
 from megatoken.engine.gpus import gpus
 from megatoken.hardware.nvml import all_gpus, open_nvml
-from megatoken.hardware.qualify.processor import usable_cores
+from megatoken.hardware.qualify.processor import cores_within_quota
 from megatoken.hardware.qualify.rank_process import Task, bus_share
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import part_name
@@ -33,7 +33,7 @@ LIMIT_SECONDS = 100.0
 
 def on_cpu(setting: Setting) -> Outcomes:
     """Two to four processes of this machine, through shared memory."""
-    yield from _collectives("gloo", max(2, min(usable_cores(), MOST_CPU_RANKS)), CPU_SIZES, None, setting)
+    yield from _collectives("gloo", max(2, min(cores_within_quota(), MOST_CPU_RANKS)), CPU_SIZES, None, setting)
 
 
 def on_gpus(setting: Setting) -> Outcomes:

@@ -19,10 +19,10 @@ from megatoken.engine.ops import cpu
 from megatoken.engine.schemes import find_scheme
 from megatoken.hardware.inventory import multiplies_bf16
 from megatoken.hardware.qualify.processor import (
+    cores_within_quota,
     engine_precision,
     last_level_cache_bytes,
     peak,
-    usable_cores,
 )
 from megatoken.hardware.qualify.shapes import CPU_LOAD, CPU_TOKENS, products_of
 from megatoken.hardware.qualify.timing import call_seconds, rates
@@ -50,7 +50,7 @@ PROMPTS, PROMPT_TOKENS = 4, 128
 @torch.inference_mode()
 def memory(setting: Setting) -> Outcomes:
     """Four patterns on buffers larger than all caches. Bytes that a write reads first do not count, as in STREAM."""
-    cores = usable_cores()
+    cores = cores_within_quota()
     size = max(setting.buffer_bytes, 4 * last_level_cache_bytes()) if setting.buffer_bytes > 2**24 else 2**24
     large, cached = (tuple(torch.ones(count // 4) for _ in range(3)) for count in (size, CACHED_BYTES))
     shorter = replace(
@@ -69,7 +69,7 @@ def memory(setting: Setting) -> Outcomes:
 @torch.inference_mode()
 def gemm(setting: Setting) -> Outcomes:
     """fp32 and bf16: squares of random values on one core and on all."""
-    cores = usable_cores()
+    cores = cores_within_quota()
     for name, dtype in DTYPES.items():
         if not cpu.can_pack(dtype):
             title = f"{name} product on the CPU"
@@ -92,7 +92,7 @@ def gemm(setting: Setting) -> Outcomes:
 @torch.inference_mode()
 def layer_products(setting: Setting) -> Outcomes:
     """The four products of a layer in the engine's fastest format, back to back over distinct layers, as in a step."""
-    torch.set_num_threads(usable_cores())
+    torch.set_num_threads(cores_within_quota())
     precision = engine_precision(setting)
     dtype, scheme, products = DTYPES[precision], find_scheme(precision), products_of(SHAPES[CPU_LOAD.shape])
     layers = [
@@ -119,14 +119,14 @@ def layer_products(setting: Setting) -> Outcomes:
             if (read := setting.measured.get("memory_read")) is not None:
                 bound = Bound(read, "reading of memory, measured", certain=False)
         else:
-            bound = peak(precision, usable_cores(), setting)
+            bound = peak(precision, cores_within_quota(), setting)
         yield Value(f"layer_products_{precision}_{tokens}", title, unit, rates(work / 1e9, seconds), bound=bound)
 
 
 @torch.inference_mode()
 def kernels(setting: Setting) -> Outcomes:
     """Bytes that each must move over the time that it takes, next to the measured read of memory."""
-    torch.set_num_threads(usable_cores())
+    torch.set_num_threads(cores_within_quota())
     read = setting.measured.get("memory_read")
     bound = None if read is None else Bound(read, "reading of memory, measured", certain=False)
     compiled = cpu.kernels()
@@ -157,7 +157,7 @@ def kernels(setting: Setting) -> Outcomes:
     operations = 4 * prompts * PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2 * model.heads * model.head_dim
     seconds = call_seconds(lambda: cpu.paged_attention(prompt_queries, cache, prompt_table), setting)
     title = f"Prompt attention, {prompts} prompts of {PROMPT_TOKENS} tokens, {precision}"
-    most = peak(precision, usable_cores(), setting)
+    most = peak(precision, cores_within_quota(), setting)
     yield Value("prompt_attention", title, "GFLOP/s", rates(operations / 1e9, seconds), bound=most, note=note)
 
     x_TD = torch.randn(TOKENS, model.hidden_size, dtype=dtype)

@@ -85,10 +85,11 @@ def engine_precision(setting: Setting) -> Precision:
     return "bf16" if multiplies_bf16() else "fp32"
 
 
-def usable_cores() -> int:
-    """Cores that this process may use, by affinity and quota; at least 1."""
+def cores_within_quota() -> int:
+    """Cores that this process may use and that its container's quota lets it keep busy; at least 1."""
     facts = cpu()
-    cores, quota = facts["usable_cores"] or 1, facts["quota_cores"]
+    cores: int = facts["usable_cores"]
+    quota = facts["quota_cores"]
     return max(1, cores if quota is None else min(cores, round(quota)))
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatoken.analysis.limits import Answer
+from megatoken.analysis.limits import Answer, with_unit
 from megatoken.report.blocks import Badge, Block, Cell, Column, Points, Table, Verdict, View, Words, section
 from megatoken.report.documents import Document
 from megatoken.report.views.common import view
-from megatoken.text import precise
 
 TONES: dict[str, str] = {
     Answer.DOES_NOT_STAND: "bad",
@@ -36,11 +35,11 @@ def limits_table(limits: Sequence[Document | Mapping[str, Any]], caption: str = 
         values = one.values if isinstance(one, Document) else one
         unit, sign = str(values["unit"]), "≤" if values["at_most"] else "≥"
         found = values.get("found")
-        bound = f"{sign} {_shown(values['limit'], unit)}"
+        bound = f"{sign} {with_unit(values['limit'], unit)}"
         label: Cell = str(values["label"])
         if values.get("samples") is not None or found is None:
             label = (Words(str(values["label"])), Words(str(values["why"]), "quiet"))
-        shown = "-" if found is None else _shown(found, unit)
+        shown = "-" if found is None else with_unit(found, unit)
         rows.append((label, bound, shown, answer_badge(str(values["answer"]))))
     columns = (Column("Limit"), Column("Asked for"), Column("Found"), Column("Answer"))
     return Table(caption, columns, tuple(rows), stacked=True)
@@ -73,7 +72,3 @@ def _blocks(runs: Sequence[Document]) -> Iterator[Block]:
         if run.text("answer") == Answer.DOES_NOT_STAND and run.parts("reasons"):
             yield Points(f"{name}:", tuple((one.text("code"), one.text("message")) for one in run.parts("reasons")))
         yield limits_table(run.parts("limits"), name)
-
-
-def _shown(value: float, unit: str) -> str:
-    return f"${precise(value)}" if unit == "$" else f"{precise(value)} {unit}"
