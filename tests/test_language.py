@@ -26,7 +26,7 @@ UNUSUAL = {
 }
 # CANNOT TELL is the answer to a limit that a run does not decide.
 WORD = re.compile(rf"(?<![.\w-])(?<!CANNOT )({'|'.join(UNUSUAL)})(?![\w-])", re.IGNORECASE)
-CODE = {".py", ".cpp", ".h", ".css", ".js", ".html"}
+CODE = {".py", ".cpp", ".h", ".cu", ".cuh", ".css", ".js", ".html", ".json", ".md", ".yaml"}
 
 
 def texts() -> list[Path]:

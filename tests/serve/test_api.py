@@ -66,7 +66,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "browser"}]}, "tools.0.type", "'function'"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "how this model calls tools is unknown"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "together"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages is a field of its own"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages is a separate field"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "does not have it"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0", "must be at least 0"),

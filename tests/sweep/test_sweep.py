@@ -122,7 +122,7 @@ def test_an_open_loop_counts_from_the_time_due(flags: list[object], tmp_path: Pa
         (("--scenario", "offline"), "not a setting of a sweep"),
         (("--rate", "3"), "not a setting of a sweep"),
         (("--window", "0"), "--window"),
-        (("--window", "5", "--concurrency", "1@5"), "stages have lengths of their own"),
+        (("--window", "5", "--concurrency", "1@5"), "stages have their own lengths"),
         (("--rates", "1@5,2"), "expected stages such as"),
         (("--neighbour", "--concurrency 3"), "give --endpoint"),
         (("--neighbour", "--window 3", "--endpoint", "http://127.0.0.1:1/v1"), "names no load"),

@@ -96,7 +96,7 @@ def test_files_of_conversations(tmp_path: Path) -> None:
     ("wrong", "message"),
     [
         (("--users", "2"), "what they say"),
-        (("--users", "2", "--profile", "rag", "--rates", "1"), "a load of its own"),
+        (("--users", "2", "--profile", "rag", "--rates", "1"), "is itself a load"),
         (("--users", "2", "--profile", "none"), "unknown workload profile"),
         (("--think", "2"), "go with --users"),
         (("--users", "2", "--profile", "rag", "--think", "-1"), "--think"),

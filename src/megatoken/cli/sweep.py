@@ -159,11 +159,11 @@ def _config(config_file: Path | None, given: Mapping[str, str], rack: str | None
 
     for name in given:
         if (key := flag_key(name)) in _OWN:
-            raise ConfigError(f"--{name}: not a setting of a sweep, which has loads of its own; leave it out")
+            raise ConfigError(f"--{name}: not a setting of a sweep, which has its own loads; leave it out")
     config = load_run_config(config_file, {**given, "scenario": "server"}, rack, slo)
     for key in _OWN[1:]:
         if attrgetter(key)(config) != KEYS[key].default:
-            raise ConfigError(f"{key}: not a setting of a sweep, which has loads of its own; leave it out")
+            raise ConfigError(f"{key}: not a setting of a sweep, which has its own loads; leave it out")
     return config
 
 
@@ -186,7 +186,7 @@ def _talk(
     from megatoken.planning.workloads import load_profiles
 
     if any(other is not None for other in others):
-        raise UsageError("--users is a load of its own; leave out --concurrency, --rates, --trace and their flags")
+        raise UsageError("--users is itself a load; leave out --concurrency, --rates, --trace and their flags")
     if (conversations is None) is (profile is None):
         raise UsageError("--users: give what they say, with --conversations FILE or --profile NAME")
     if think is not None and not 0 <= think <= 86_400:
@@ -311,7 +311,7 @@ def _plan(
         raise UsageError("--burstiness: a number above zero, with --arrivals gamma")
     shape = 0.5 if burstiness is None else burstiness
     if are_stages(concurrency or rates or "") and window is not None:
-        raise UsageError("--window: stages have lengths of their own; leave it out")
+        raise UsageError("--window: stages have their own lengths; leave it out")
     if concurrency is not None and are_stages(concurrency):
         return StagesPlan("concurrency", stages_of("--concurrency", concurrency, whole=True), arrivals, shape)
     if rates is not None and are_stages(rates):

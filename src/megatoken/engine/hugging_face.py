@@ -165,7 +165,7 @@ def _rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     rope = keys.section(name)
     if rope.has_sections():
-        raise keys.refuse(name, "layers with rotary settings of their own are not supported")
+        raise keys.refuse(name, "layers with different rotary settings are not supported")
     if rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0)) != 1.0:
         raise keys.refuse(name, "only rotation of the whole head is supported (partial_rotary_factor 1)")
     theta = rope.number("rope_theta", keys.number("rope_theta", _DEFAULT_THETA.get(architecture, 1e4)))

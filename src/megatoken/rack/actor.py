@@ -22,7 +22,7 @@ from megatoken.rack.records import WorkerSpec
 if TYPE_CHECKING:
     from megatoken.engine import Engine
 
-NICENESS_BESIDE_DRIVER = 5  # added where replicas compute on the driver's own machine: dispatch comes first
+NICENESS_NEXT_TO_DRIVER = 5  # added where replicas compute on the driver's own machine: dispatch comes first
 LEAVE_SECONDS = 2.0
 
 
@@ -42,7 +42,7 @@ class WorkerActor:
         self._count = engines
         share_node(self._spec.engine, threads, neighbours)
         if socket.gethostname() == self._spec.driver_host:
-            os.nice(NICENESS_BESIDE_DRIVER)
+            os.nice(NICENESS_NEXT_TO_DRIVER)
 
     def inspect(self) -> str:
         """Reports what this node would serve: version, checkpoint, memory plan. Reads no weights."""

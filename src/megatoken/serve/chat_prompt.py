@@ -25,7 +25,7 @@ async def chat_text(
     """The text of the prompt, with the special tokens. Raises ApiError: the template cannot render this."""
     if taken := _OWN_NAMES & variables.keys():
         name = min(taken)
-        raise ApiError(f"chat_template_kwargs: {name} is a field of its own", param="chat_template_kwargs")
+        raise ApiError(f"chat_template_kwargs: {name} is a separate field", param="chat_template_kwargs")
     api.check_length(sum(len(message.text or "") for message in messages), "messages")
     if body.continue_final_message and not messages[-1].text:
         raise ApiError("continue_final_message: the last message has no text to continue", param="messages")

@@ -158,7 +158,7 @@ class TemplateRenderer:
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             await self.close()
-            raise ApiError("the chat template ended its process, for want of memory or by a fault of its own") from None
+            raise ApiError("the chat template ended its process: too little memory, or its own fault") from None
         if "error" in answer:
             raise ApiError(f"the chat template cannot render these messages: {answer['error']}", param="messages")
         return str(answer["text"])
