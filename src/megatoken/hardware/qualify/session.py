@@ -22,7 +22,7 @@ from megatoken.hardware.specification import part_name
 
 CAPPED_SHARE = 0.98
 CONFIRMATIONS = 4
-"""Further runs, of all tests together, before a slow processor fails: 10 s of the quick set, and only then."""
+"""Further runs, of all tests together, before a slow processor fails: some 10 s of the quick set, and only then."""
 
 
 def qualify(
