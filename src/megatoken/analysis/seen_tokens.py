@@ -45,10 +45,10 @@ class SeenTokens:
             return cls._recorded(table, run.requests, samples)
         first, last, counts = samples.first, samples.last, np.where(samples.completed, samples.output_tokens, 0)
         cut = samples.cancelled & np.isfinite(first)
-        pace = samples.tpot[samples.completed]
-        if cut.any() and np.isfinite(pace).any():
+        paces = samples.tpot[samples.completed]
+        if cut.any() and (paces := paces[paces > 0]).size:
             last = np.where(cut, np.nanmax(last), last)
-            counts = np.where(cut, np.maximum(0, (last - first) // np.nanmedian(pace)) + 1, counts)
+            counts = np.where(cut, np.maximum(0, (last - first) // np.median(paces)) + 1, counts)
         counts = counts.astype(np.int64)
         owners = np.repeat(np.arange(len(samples)), counts)
         position = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)

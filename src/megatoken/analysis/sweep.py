@@ -345,10 +345,11 @@ def _limits_unknown(points: Sequence[Mapping[str, Any]]) -> dict[float, tuple[in
 
 def _counted(group: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
     """Requests, or gaps between tokens, of a load behind each limit on a percentile, and how many that one needs."""
-    own = [one for point in group for one in point.get("limits") or () if one["samples"]]
+    own = [one for point in group for one in point.get("limits") or ()]
     for key in dict.fromkeys(one["key"] for one in own):
-        percent = PERCENTS[key.partition(".")[2]]
-        yield sum(one["samples"] for one in own if one["key"] == key), samples_needed(percent)
+        percent = PERCENTS.get(key.partition(".")[2])
+        if percent is not None:
+            yield sum(one["samples"] or 0 for one in own if one["key"] == key), samples_needed(percent)
     if not any(point.get("limits") for point in group):
         yield sum(point["requests"] for point in group), samples_needed(100 * WITHIN_SHARE)
 

@@ -67,7 +67,7 @@ def qualify(
     if not disk.is_dir():
         raise UsageError(f"--disk {disk}: no such folder; name a folder on the disk to test")
     setting = replace(SETTINGS[device][full], folder=disk)
-    if out.suffix != ".json" or out.is_dir():
+    if out.suffix.lower() != ".json" or out.is_dir():
         if out.exists() and not out.is_dir():
             raise UsageError(f"--out {out}: a file that is no .json; give a folder, or a file such as qualify.json")
         out = out / "qualify.json"

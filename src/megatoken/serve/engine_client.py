@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import cast
 
@@ -30,8 +29,6 @@ RECONNECT_SECONDS = 0.05
 SILENT_SECONDS = 10.0
 METRICS_SECONDS = 5.0
 RETRY_AFTER_SECONDS = 5
-HANDED_OUT_AT_ONCE = 8  # events of a large step; then what has come is read, before the rest
-HANDED_OUT_SHARE = 8  # at least one in so many of those that wait, so that they do not pile up
 
 
 Sink = Callable[[TokenEvent], None]
@@ -71,8 +68,6 @@ class EngineClient(asyncio.Protocol):
         self._health = Health.STARTING
         self._model: ServedModel | None = None
         self._sinks: dict[int, Sink] = {}
-        self._unanswered: set[int] = set()  # of them, those that no event has come for
-        self._events: deque[TokenEvent] = deque()  # that have come, to be handed out in turns of the loop to come
         self._next_id = 0
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
@@ -134,7 +129,6 @@ class EngineClient(asyncio.Protocol):
         request_id = self._next_id
         self._next_id += 1
         self._sinks[request_id] = sink
-        self._unanswered.add(request_id)
         submission = Submission(request_id, request, tenant, time.monotonic_ns(), priority, whole, answers)
         self._transport.write(submission_frame(submission))
         return request_id
@@ -144,7 +138,6 @@ class EngineClient(asyncio.Protocol):
 
         ``stopped``: its answer is complete, as far as metrics are concerned.
         """
-        self._unanswered.discard(request_id)
         if self._sinks.pop(request_id, None) is not None and self._transport is not None:
             self._transport.write(pickled(Kind.CANCEL, (request_id, stopped)))
 
@@ -194,35 +187,21 @@ class EngineClient(asyncio.Protocol):
         if self.draining:
             why = "the server is stopping, and its engine ended before this answer was complete"
         failure = Unavailable(f"{why}; send the request again")
-        self._events.extend(TokenEvent(request_id, (), FinishReason.ERROR, failure) for request_id in self._sinks)
-        self._hand_out(len(self._events))
+        for request_id in list(self._sinks):
+            self._deliver(TokenEvent(request_id, (), FinishReason.ERROR, failure))
 
     # inside
 
     def _take_step(self, payload: bytes) -> None:
-        """Hand out first tokens, then as many others as do not hold up a request that comes meanwhile."""
-        waiting = bool(self._events)
+        sinks = self._sinks
         for event in step_events(payload):
-            if event.request_id in self._unanswered:
+            if event.request_id in sinks:  # else it was cancelled, and the engine had not heard of it
                 self._deliver(event)
-            else:
-                self._events.append(event)
-        if not waiting:
-            self._hand_out(HANDED_OUT_AT_ONCE)
-
-    def _hand_out(self, most: int) -> None:
-        events = self._events
-        for _ in range(min(most, len(events))):
-            self._deliver(events.popleft())
-        if events:
-            most = max(HANDED_OUT_AT_ONCE, len(events) // HANDED_OUT_SHARE)
-            asyncio.get_running_loop().call_soon(self._hand_out, most)
 
     def _deliver(self, event: TokenEvent) -> None:
         request_id = event.request_id
-        self._unanswered.discard(request_id)
-        sink = self._sinks.get(request_id) if event.finish_reason is None else self._sinks.pop(request_id, None)
-        if sink is None:  # it was cancelled, and the engine had not heard of it
+        sink = self._sinks[request_id] if event.finish_reason is None else self._sinks.pop(request_id, None)
+        if sink is None:
             return
         try:
             sink(event)

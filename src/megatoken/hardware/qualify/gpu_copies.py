@@ -6,21 +6,21 @@ Each is measured one way and both ways at once. Of the pairs of GPUs the slow on
 from __future__ import annotations
 
 import time
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import torch
-from torch import Tensor
 
 from megatoken.engine.gpus import gpus
 from megatoken.errors import CapacityError
 from megatoken.hardware.nvml import nvml_gpu
 from megatoken.hardware.qualify.exact import different_elements
 from megatoken.hardware.qualify.fleet import slow_parts
-from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_seconds, timing_event
+from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_seconds
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import part_name
 
+MOST_BYTES = 2**29
 TRANSFERS_PER_LANE = {3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 """Gigatransfers/s of a PCIe lane by generation."""
 ENCODING = 128 / 130
@@ -46,31 +46,19 @@ def copies(setting: Setting) -> Outcomes:
 
     out_stream, in_stream = (torch.cuda.Stream(DEVICE) for _ in range(2))  # type: ignore[no-untyped-call]
     calls = max(1, round(setting.seconds / setting.windows / max(seconds[0], 1e-6)))
-    copied = [(out_stream, host_back, on_gpu), (in_stream, back, host)]
-    windows = [sum(pair) for pair in zip(*_rates_together(copied, size / 1e9, calls, setting.windows), strict=True)]
+    windows = []
+    for _ in range(setting.windows):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            with torch.cuda.stream(out_stream):
+                host_back.copy_(on_gpu, non_blocking=True)
+            with torch.cuda.stream(in_stream):
+                back.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        windows.append(2 * size * calls / (time.perf_counter() - began) / 1e9)
     both = bound and Bound(2 * bound.value, f"both directions of {bound.formula}")
     yield Value("copy_both_ways", "Copies in both directions at once", "GB/s", windows, bound=both)
-
-
-def _rates_together(
-    copies: list[tuple[torch.cuda.Stream, Tensor, Tensor]], amount: float, calls: int, windows: int
-) -> list[list[float]]:
-    """GB/s of each copy, of ``amount`` GB, in each window of so many calls while all run, each on its stream.
-
-    The host launches all windows ahead and one more, so that no copy has the link alone before all are timed.
-    """
-    torch.cuda.synchronize()
-    marks = [[timing_event() for _ in range(windows + 1)] for _ in copies]
-    for number in range(windows + 1):
-        for (stream, target, source), events in zip(copies, marks, strict=True):
-            with torch.cuda.stream(stream):
-                events[number].record()
-                for _ in range(calls):
-                    target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()
-    return [
-        [amount * calls / (first.elapsed_time(second) / 1e3) for first, second in pairwise(events)] for events in marks
-    ]
 
 
 def _link() -> Bound | None:

@@ -6,7 +6,7 @@ import torch
 
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
 from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds
-from megatoken.hardware.qualify.timing import rates, undisturbed_seconds
+from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
 from megatoken.hardware.specification import data_sheet
 
@@ -108,9 +108,9 @@ def launch(setting: Setting) -> Outcomes:
         one.add_(1.0)
         torch.cuda.synchronize()
 
-    seconds = undisturbed_seconds(batch, setting)
+    seconds = call_seconds(batch, setting)
     yield Value("kernel_launch", "Launch of a small kernel", "us", [1e6 * each / BATCH for each in seconds], "lower")
-    seconds = undisturbed_seconds(round_trip, setting)
+    seconds = call_seconds(round_trip, setting)
     title = "Launch of a small kernel and wait for it"
     yield Value("kernel_round_trip", title, "us", [1e6 * each for each in seconds], "lower")
     graph = torch.cuda.CUDAGraph()

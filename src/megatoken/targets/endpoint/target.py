@@ -228,6 +228,7 @@ class EndpointTarget:
             client.flush()
             client.send(Asked.CANCEL, asked[client])
         events = self._seen_before(asked)
+        self._queue.clear()  # of what an endpoint held that was lost meanwhile
         for client in self._clients.left():
             client.in_flight = 0
         self._open.clear()
@@ -317,10 +318,8 @@ class EndpointTarget:
         elif kind == wire.CUT:
             ahead_ns = self._ahead_ns(sample, fields[2], fields[3])
             times_ns = np.frombuffer(fields[4], np.int64) - ahead_ns
-            seen = len(times_ns)
-            events.append(
-                SampleEvent(sample.sample_id, (), None, fields[3], output_tokens=seen, token_times_ns=times_ns)
-            )
+            seen, last_ns = len(times_ns), fields[3] - ahead_ns
+            events.append(SampleEvent(sample.sample_id, (), None, last_ns, output_tokens=seen, token_times_ns=times_ns))
         elif kind == wire.END:
             ended = Ended(*fields)
             if ahead_ns := self._ahead_ns(sample, ended.sent_ns, ended.last_ns):
