@@ -197,3 +197,27 @@ def test_a_damaged_run_folder_is_named_in_its_place_and_the_others_are_judged(tm
     assert code == 2 and out.index("MET   ") < out.index("CANNOT BE READ") < out.rindex("MET   ")
     code, out, err = call_here("check", tmp_path / "runs" / "b", *limit)
     assert (code, out) == (2, "") and "series.parquet is missing" in err
+
+
+def test_answers_cut_off_at_the_end_of_a_load_are_over_a_limit_only_by_what_they_show(tmp_path):
+    """Of 1,000 requests the last 100 are cut off after a first token at 0.1 s, or one of ``late`` seconds."""
+
+    def run_with(name: str, late: float) -> Run:
+        folder = RunFolder.create(
+            tmp_path / name, "run", {}, {"hostname": "h"}, scenario="server", summarise=summarise_run, facts={}
+        )
+        for number in range(1000):
+            due, cut = 0.1 * number, number >= 900
+            first = due + (late if cut else 0.1)
+            ends = (first, None) if cut else (first, first + 0.9)
+            reason = "cancelled" if cut else "length"
+            folder.add_samples([SampleRow(number, 0, due, due, *ends, 5, 10, reason, "h")])
+        folder.finish({"verdict": "MEASURED", "reasons": []})
+        return read_run(folder.path)
+
+    soon, late = run_with("soon", 0.1), run_with("late", 2.0)
+    assert answer_of(soon, "ttft_seconds.p99", 1.0) is Answer.MET
+    assert answer_of(late, "ttft_seconds.p99", 1.0) is Answer.NOT_MET
+    assert answer_of(soon, "latency_seconds.p99", 1.5) is Answer.CANNOT_TELL
+    assert answer_of(soon, "latency_seconds.p50", 1.5) is Answer.MET  # whatever the others would have taken
+    assert answer_of(soon, "latency_seconds.p50", 0.5) is Answer.NOT_MET

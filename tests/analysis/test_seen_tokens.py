@@ -58,3 +58,16 @@ def test_without_times_an_answer_that_was_cut_off_goes_on_at_the_pace_of_others(
     tokens = SeenTokens.of(SimpleNamespace(path=tmp_path), samples)  # type: ignore[arg-type]
     assert tokens.within(0, 4.5) == 5 + 4  # at 1, 2, 3 and 4 s
     assert tokens.within(0, 2) == 2 + 1
+
+
+def test_an_answer_that_was_cut_off_has_the_times_until_then() -> None:
+    second = 10**9
+    times = pa.array([[0, second], [2 * second, 3 * second, 5 * second]], pa.list_(pa.int64()))
+    samples = samples_of(first=[0.0, 2.0], last=[1.0, np.nan], output_tokens=[2, 0])
+    tokens = SeenTokens._recorded(
+        pa.table({"sample_id": [0, 1], "token_times_ns": times}), pa.table({"sample_id": [0, 1]}), samples
+    )
+    until = tokens.until_cut(samples)
+    assert until.last.tolist() == [1.0, 5.0] and until.output_tokens.tolist() == [2, 3]
+    assert until.tpot.tolist() == [1.0, 1.5]
+    assert tokens.within(0, 10, of=np.array([False, True])) == 3

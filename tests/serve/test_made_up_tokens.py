@@ -65,9 +65,14 @@ def test_tokens_of_answers_that_outlast_a_sweep_count(tmp_path: Path) -> None:
     with serving("--engine", "mock", "--tokens-per-second", "50") as server:
         common = ("--endpoint", server.url + "/v1", "--endpoint.processes", 1, "--warm-up", 0, "--out", tmp_path)
         more = ("--concurrency", 8, "--settle", 0.5, "--window", 2, "--lengths", lengths)
+        more = (*more, "--ttft-limit", 1, "--tpot-limit", 0.1)
         assert call_here("sweep", *common, *more)[0] == 0
     [sweep] = tmp_path.glob("*-sweep-*")
     [point] = json.loads((sweep / "sweep.json").read_text())["points"]
     assert point["requests_unended"] > 0
     assert point["output_tokens_per_second"] == pytest.approx(8 * 50, rel=0.05)  # without them about 50
+    assert point["goodput"]["output_tokens_per_second"] == point["output_tokens_per_second"]
+    assert point["goodput"]["share"] == 1
+    assert {one["answer"] for one in point["limits"]} == {"CANNOT TELL"}  # of so few requests, but none is over
+    assert {one["over"] for one in point["limits"]} == {0}
     assert [item.id for item in audit(sweep / point["run"]).findings if item.severity is Severity.FAIL] == []

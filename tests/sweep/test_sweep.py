@@ -285,6 +285,18 @@ def test_two_sweeps_are_compared_load_by_load(swept: Path, tmp_path: Path) -> No
     assert "<svg" in (tmp_path / "both" / "sweep_comparison.html").read_text()
 
 
+def test_a_comparison_says_which_sweep_proves_nothing(swept: Path) -> None:
+    document = json.loads((swept / "sweep.json").read_text())
+    points = [
+        {**point, "verdict": "INTERRUPTED" if point["value"] == 3 else "MEASURED"} for point in document["points"]
+    ]
+    ended = {**document, "verdict": "INTERRUPTED", "points": points}
+    notes = compare_sweeps([document, ended])["notes"]
+    assert [note for note in notes if "prove nothing" in note] == [
+        f"{swept.name} (2): INTERRUPTED: its figures at load 3 prove nothing, nor do ratios with them"
+    ]
+
+
 def titles_of(points: list[dict[str, Any]]) -> list[str]:
     sweep = Sweep.of(Document({"name": "one", "points": points}, "here"))
     return [figure.title for figure in load_figures([sweep], [])]

@@ -2,13 +2,15 @@
 
 A percentile is judged by order statistics, as LoadGen's early stopping does. With 99 % confidence it is within a limit
 if no more values are over it than ``early_stopping.most_over`` allows; fewer values than ``samples_needed`` show
-nothing. Requests that failed or did not end count as over every limit on a latency.
+nothing. Requests that failed or never began to be answered count as over every limit on a latency. An answer that was
+cut off at the end of a load shows its time to first token; its other times count as they were until then, and where it
+decides whether they would have stayed within the limit, the answer is CANNOT TELL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.analysis.early_stopping import CONFIDENCE, most_over, odds, queries_needed
-from megatoken.analysis.seen_tokens import SeenTokens
+from megatoken.analysis.seen_tokens import Gaps, SeenTokens
 from megatoken.analysis.series import Floats
 from megatoken.analysis.statistics import Samples, leading_rates, samples_needed
 from megatoken.runs.run import Run, Verdict
@@ -95,6 +97,8 @@ class _Observed:
     """What a run, or the window of a point of a sweep, shows; seconds [N] of latencies, infinite where one failed."""
 
     latencies: Mapping[str, Floats | str]  # a text says why there are none
+    until_cut: Mapping[str, Floats]  # the same, with those of answers that were cut off as they were until then
+    cut: int  # answers that were
     rates: Mapping[str, float | None]
     scores: Mapping[str, Any]
     dollars_per_hour: float | None
@@ -198,18 +202,16 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
         totals = (tokens.within(start, end), float(ended.sum()))
         rates = {name: total / (end - start) for name, total in zip(_RATES, totals, strict=True)}
     inside = samples.only(counted)
+    begun = inside.completed | inside.cut
     latencies: dict[str, Floats | str] = {
-        "ttft_seconds": np.where(inside.completed, inside.ttft, np.inf),
-        "tpot_seconds": np.where(inside.completed, inside.tpot, np.inf),
-        "latency_seconds": np.where(inside.completed, inside.last - inside.scheduled, np.inf),
+        "itl_seconds": "times of single tokens are recorded of a server that streams (--endpoint) and in a sweep only",
+        **_latencies(inside, inside.completed, tokens.gaps(samples.completed & counted)),
+        "ttft_seconds": np.where(begun, inside.ttft, np.inf),
     }
-    gaps = tokens.gaps(samples.completed & counted)
-    failed = np.full(int((~inside.completed).sum()), np.inf)
-    latencies["itl_seconds"] = (
-        "times of single tokens are recorded of a server that streams (--endpoint) and in a sweep only"
-        if gaps is None
-        else np.concatenate([gaps[0], failed])
-    )
+    until_cut: Mapping[str, Floats] = {}
+    if inside.cut.any():
+        gaps = tokens.gaps((samples.completed | samples.cut) & counted)
+        until_cut = _latencies(tokens.until_cut(samples).only(counted), begun, gaps)
     if result.get("scenario") == "offline":
         why = "all samples of Offline are due at once, so no user waits like this; measure with --scenario server"
         latencies |= dict.fromkeys(FROM_THE_QUERY, why)
@@ -217,14 +219,32 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
         latencies |= dict.fromkeys(LATENCIES, why_unjudged(result["load"]))
         rates["samples_per_second"] = None
     scores = (result.get("accuracy") or {}).get("metrics") or {}
-    return _Observed(latencies, rates, scores, dollars_per_hour, run.verdict is Verdict.INTERRUPTED)
+    cut = int(inside.cut.sum())
+    return _Observed(latencies, until_cut, cut, rates, scores, dollars_per_hour, run.verdict is Verdict.INTERRUPTED)
+
+
+def _latencies(samples: Samples, known: NDArray[np.bool_], gaps: Gaps | None) -> dict[str, Floats]:
+    """Latencies [N] of the samples whose times are ``known``, infinite for the others; without gaps, none of those."""
+    found = {
+        "ttft_seconds": np.where(known, samples.ttft, np.inf),
+        "tpot_seconds": np.where(known, samples.tpot, np.inf),
+        "latency_seconds": np.where(known, samples.last - samples.scheduled, np.inf),
+    }
+    if gaps is not None:
+        found["itl_seconds"] = np.concatenate([gaps[0], np.full(int((~known).sum()), np.inf)])
+    return found
 
 
 def _judged(limit: Limit, observed: _Observed) -> Judged:
     metric, _, part = limit.key.partition(".")
     if metric in LATENCIES:
         values = observed.latencies[metric]
-        judged = _open(limit, values) if isinstance(values, str) else _percentile(limit, values, PERCENTS[part])
+        if isinstance(values, str):
+            judged = _open(limit, values)
+        else:
+            judged = _percentile(limit, values, PERCENTS[part])
+            if (other := observed.until_cut.get(metric)) is not None:
+                judged = _between(judged, _percentile(limit, other, PERCENTS[part]), observed.cut)
     else:
         judged = _figure(limit, *_FIGURES.get(metric, _rate)(metric, part, observed))
     if observed.unfinished and judged.answer is Answer.MET:
@@ -283,6 +303,16 @@ def _percentile(limit: Limit, values: Floats, percent: float) -> Judged:
     needed = queries_needed(over, share)
     why = f"{shown}, which {needed:,} values would need for 99 % confidence"
     return _with(limit, Answer.CANNOT_TELL, why, figure, **parts, needed=needed)
+
+
+def _between(worst: Judged, best: Judged, cut: int) -> Judged:
+    """The answer if ``cut`` answers may be over the limit or not."""
+    if worst.answer is Answer.MET:
+        return worst
+    if best.answer is not Answer.MET:
+        return best
+    why = f"{cut:,} answers were cut off before their end, and decide; raise --window, or let the run end"
+    return replace(best, answer=Answer.CANNOT_TELL, why=why, samples=(best.samples or 0) - cut)
 
 
 def _value_at(ordered: Floats, share: float) -> float:

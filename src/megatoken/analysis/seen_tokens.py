@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from megatoken.runs.token_times import read_token_times
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Gaps: TypeAlias = tuple[Floats, NDArray[np.int64], int]
+"""Seconds between frames of tokens [G], the row of the request of each [G], and the tokens of all those requests."""
 STALL_GAPS, SHORTEST_STALL_SECONDS = 5.0, 0.05
 STALL_RULE = (
     f"a gap between two tokens of one answer longer than {STALL_GAPS:g} times the median gap of the point, and than"
@@ -44,7 +47,7 @@ class SeenTokens:
         if table is not None:
             return cls._recorded(table, run.requests, samples)
         first, last, counts = samples.first, samples.last, np.where(samples.completed, samples.output_tokens, 0)
-        cut = samples.cancelled & np.isfinite(first)
+        cut = samples.cut
         paces = samples.tpot[samples.completed]
         if cut.any() and (paces := paces[paces > 0]).size:
             last = np.where(cut, np.nanmax(last), last)
@@ -72,11 +75,24 @@ class SeenTokens:
         kept = ~samples.failed[owners]
         return cls(lists.flatten().to_numpy()[kept] / 1e9, owners[kept], weights[kept], known=True)
 
-    def within(self, start: float, end: float) -> float:
-        """Tokens seen from ``start`` until before ``end``."""
-        return float(self._weights[(self._times >= start) & (self._times < end)].sum())
+    def within(self, start: float, end: float, of: NDArray[np.bool_] | None = None) -> float:
+        """Tokens seen from ``start`` until before ``end``, of all requests or of those ``of`` [N]."""
+        seen = (self._times >= start) & (self._times < end)
+        return float(self._weights[seen if of is None else seen & of[self._owners]].sum())
 
-    def gaps(self, counted: NDArray[np.bool_]) -> tuple[Floats, NDArray[np.int64], int] | None:
+    def until_cut(self, samples: Samples) -> Samples:
+        """``samples`` with the last tokens that were seen of the answers that were cut off at the end of the load."""
+        last, seen = np.full(len(samples), np.nan), np.zeros(len(samples))
+        last[self._owners] = self._times
+        np.add.at(seen, self._owners, self._weights)
+        cut = samples.cut
+        return replace(
+            samples,
+            last=np.where(cut, np.fmax(last, samples.first), samples.last),
+            output_tokens=np.where(cut, np.maximum(seen, 1), samples.output_tokens),
+        )
+
+    def gaps(self, counted: NDArray[np.bool_]) -> Gaps | None:
         """Seconds between frames of tokens of the requests ``counted`` [N], the row of each, and their tokens.
 
         None where the times of single tokens are unknown.

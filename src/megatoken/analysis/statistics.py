@@ -323,6 +323,11 @@ class Samples:
         return len(self.scheduled)
 
     @property
+    def cut(self) -> NDArray[np.bool_]:
+        """Which answers [N] had begun when they were cut off, at the end of a load or by an interruption."""
+        return self.cancelled & np.isfinite(self.first)
+
+    @property
     def request_lag(self) -> Floats:
         """Seconds [N] from when a sample was due until its request was given to the kernel; NaN without one."""
         return self.request_sent - self.scheduled

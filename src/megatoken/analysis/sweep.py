@@ -21,6 +21,7 @@ from megatoken.errors import UsageError
 from megatoken.files import new_document
 from megatoken.runs.reasons import CAUSES, Reason, reason
 from megatoken.runs.run import Run, Verdict
+from megatoken.text import precise
 
 SWEEP = "sweep.json"
 LOAD_FACTS = ("arrivals", "burstiness", "seed", "source", "of", "stages")
@@ -215,11 +216,20 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         + [
             f"{label}: {note}"
             for label, one in zip(labels, documents, strict=True)
-            for note in (*made_up_note(one), *_unjudged(one["points"]), *_too_few(one["points"]))
+            for note in (*made_up_note(one), *_unproved(one), *_unjudged(one["points"]), *_too_few(one["points"]))
         ],
         sweeps=[{key: document[key] for key in SHOWN} for document in documents],
         ratios=_ratios(documents),
     )
+
+
+def _unproved(document: Mapping[str, Any]) -> Iterator[str]:
+    """That a sweep's verdict says that its figures prove nothing."""
+    if (verdict := document.get("verdict")) and not Verdict(verdict).stands:
+        points = document["points"]
+        loads = {one["value"] for one in points if one["verdict"] and not Verdict(one["verdict"]).stands}
+        at = f" at load {', '.join(map(precise, sorted(loads)))}" if loads else ""
+        yield f"{verdict}: its figures{at} prove nothing, nor do ratios with them"
 
 
 def _kind(document: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.analysis.energy import run_energy
-from megatoken.analysis.goodput import goodput
+from megatoken.analysis.goodput import goodput, within_limits
 from megatoken.analysis.limits import asked_limits, judge_limits, limit_documents, none_ended, why_unjudged
 from megatoken.analysis.machine import run_accelerators
 from megatoken.analysis.seen_tokens import SeenTokens
@@ -27,6 +27,7 @@ from megatoken.runs.run import Run
 BACKLOG_SHARE, BACKLOG_DEVIATIONS = 0.1, 4.0
 SPANS = 10  # of a window, whose rates show a trend
 TREND_SHARE = 0.1  # of the rate, from the first to the last moment of the window
+STEEP_SHARE = 0.3  # the same, where the rates of neighbouring spans are too alike to show it with confidence
 MOST_BUCKETS = 6
 TIMELINE_SPANS = 24
 LONGEST_STEP_SECONDS = 1.0  # by which the end of a window may be noticed late, or early by rounding
@@ -36,7 +37,8 @@ OVERLOADED_RULE = (
 )
 STEADY_RULE = (
     f"the output rates of {SPANS} spans of the window have no trend (Theil-Sen, 99 % confidence) that changes the rate"
-    f" by more than {100 * TREND_SHARE:g} % over the window, and in an open loop the requests under way do not grow by"
+    f" by more than {100 * TREND_SHARE:g} % over the window, nor one by more than {100 * STEEP_SHARE:g} % at any"
+    " confidence, and in an open loop the requests under way do not grow by"
     f" more than {100 * BACKLOG_SHARE:g} % of those due and {BACKLOG_DEVIATIONS:g} times their square root"
 )
 
@@ -110,7 +112,7 @@ def point_figures(run: Run) -> dict[str, Any]:
         "tpot_seconds": tpot,
         **tokens.gap_figures(samples.completed & (samples.scheduled >= start) & (samples.scheduled < end)),
         "ttft_by_input_tokens": _by_input(done),
-        "goodput": None if unjudged else _goodput(inside, *limits, length),
+        "goodput": None if unjudged else _goodput(samples, tokens, *limits, start, end),
         "limits": limit_documents(judge_limits(run, asked_limits(run.config), run.config.get("dollars_per_hour"))),
         "energy_joules_per_output_token": energy.joules_per_output_token,
         "timeline": _timeline(samples, tokens, *([start, end] if "stage" in load else _whole(samples))),
@@ -135,7 +137,7 @@ def _steadiness(samples: Samples, tokens: SeenTokens, start: float, end: float, 
     mean = float(rates.mean())
     trend = theil_sen(edges[:-1], rates)
     change = trend.slope * (end - start) / mean if mean else 0.0
-    drifts = abs(change) > TREND_SHARE and trend.low * trend.high > 0
+    drifts = abs(change) > STEEP_SHARE or (abs(change) > TREND_SHARE and trend.low * trend.high > 0)
     due = int(((samples.scheduled >= start) & (samples.scheduled < end)).sum())
     grows = not waits and backlog_grows(_under_way(samples, start), _under_way(samples, end), due)
     return {"steady": bool(mean) and not drifts and not grows, "change_share": change, "overloaded": grows}
@@ -197,7 +199,17 @@ def _by_input(done: Samples) -> list[dict[str, Any]]:
     ]
 
 
-def _goodput(inside: Samples, ttft: float | None, tpot: float | None, length: float) -> Mapping[str, Any] | None:
-    if ttft is None or tpot is None or not len(inside):
+def _goodput(
+    samples: Samples, tokens: SeenTokens, ttft: float | None, tpot: float | None, start: float, end: float
+) -> Mapping[str, Any] | None:
+    """Of the window; answers that were cut off within the limits are not judged, and their tokens count as good."""
+    if ttft is None or tpot is None:
         return None
-    return asdict(goodput(inside, ttft_seconds=ttft, tpot_seconds=tpot, duration_seconds=length))
+    seen = tokens.until_cut(samples)
+    good = within_limits(replace(seen, completed=samples.completed | samples.cut), ttft, tpot)
+    inside = (samples.scheduled >= start) & (samples.scheduled < end)
+    judged = seen.only(inside & ~(samples.cut & good))
+    if not len(judged):
+        return None
+    work = goodput(judged, ttft_seconds=ttft, tpot_seconds=tpot, duration_seconds=end - start)
+    return asdict(work) | {"output_tokens_per_second": tokens.within(start, end, of=good) / (end - start)}
