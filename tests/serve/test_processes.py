@@ -419,6 +419,7 @@ def completion_that_closes() -> bytes:
         (["--host", "no.such.host.example"], "--host"),
         (["--api-key", ""], "API key is empty"),
         (["--tls-key", "x.pem"], "--tls-certificate and --tls-key go together"),
+        (["--tokens-per-second", "5"], "--tokens-per-second: only the mock engine has a pace"),
         (["--http-processes", "0"], "--http-processes: must be at least 1"),
         (["--prot", "1"], "did you mean --port"),
         (["--engine", "foo"], "--engine: 'foo' is not one of 'real', 'mock'\n"),

@@ -34,7 +34,7 @@ WITHIN_RULE = (
 GAIN, FLAT_POINTS = 0.03, 2  # a closed loop is saturated after so many points without so much more output
 KNEE_RULE = (
     "the load at which output tokens/s over the median end-to-end latency is highest (Kleinrock's power): beyond it"
-    " latency grows by a larger factor than throughput"
+    " latency grows by a larger factor than throughput; none where that is the highest load"
 )
 SHOWN = ("name", "load_kind", "load_unit", "model", "precision", "data_set", "hostname", "points", "found")
 COMPARED = ("model", "precision", "data_set", "ttft_limit_seconds", "tpot_limit_seconds")  # and all of the load
@@ -300,6 +300,7 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for value, group in loads.items()
         if (latency := _mean([point["latency_seconds"] for point in group], "p50"))
     }
+    knee = max(power, key=lambda value: power[value]) if len(power) > 2 and ordered else None
     unknown = _limits_unknown(points)
     kept, met = (
         [value for value, group in loads.items() if value not in unknown and all(map(holds, group))]
@@ -310,7 +311,7 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     peak = max(sound or rates, key=lambda value: rates[value], default=None)
     early = next((point["ended_by"] for point in points if point["ended_by"]), None)
     return {
-        "knee": max(power, key=lambda value: power[value]) if len(power) > 2 and ordered else None,
+        "knee": None if knee == max(power, default=None) else knee,  # the highest load shows no knee: it may lie above
         "highest_within_limits": max(kept, default=None) if ordered else None,
         "highest_limits_met": max(met, default=None) if ordered else None,
         "limits_unknown": list(unknown),

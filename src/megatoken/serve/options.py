@@ -128,6 +128,8 @@ def load_serve_config(flags: Mapping[str, str | bool | None], rack: str | None =
     config = load_flags(ServeConfig, flags, rack)
     if config.rack.cluster is None and config.rack != ReplicasSection():
         raise ConfigError("--rack.replicas and the like are only for a rack; give --rack auto")
+    if "tokens_per_second" in config.model_fields_set and config.engine_kind != "mock":
+        raise ConfigError("--tokens-per-second: only the mock engine has a pace; add --engine mock or leave it out")
     if (config.tls_certificate is None) != (config.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key go together; give both files")
     if config.simulated_gpu is not None:

@@ -180,6 +180,8 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
     found = document.part("found")
     if (knee := found.number("knee")) is not None:
         yield f"Knee: {precise(knee)} {sweep.unit}"
+    elif sweep.unit != STAGE and len(values := {point.number("value") or 0.0 for point in sweep.points}) > 2:
+        yield f"No knee up to {precise(max(values))} {sweep.unit}"
     if sweep.unit != STAGE:  # they do not rise; the points say which share kept the limits
         yield from _within_limits(document, sweep)
     if scores := [score for row in document.parts("isolation") if (score := row.number("score")) is not None]:
