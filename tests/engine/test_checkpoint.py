@@ -330,7 +330,11 @@ def test_keys_left_out_have_the_models_own_default(tmp_path: Path, architecture:
             "default, linear, llama3 and yarn",
         ),
         ({"rope_scaling": "linear"}, "rope_scaling", "object"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters", "different rotary settings"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters",
+            "different rotary settings",
+        ),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_parameters", "whole head"),
         ({"partial_rotary_factor": 0.5}, "rope_parameters", "whole head"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing", "positive number"),
