@@ -273,6 +273,13 @@ def test_a_request_that_waits_for_its_first_token_is_judged_though_none_ended(ru
     assert waiting["unjudged"] is None and waiting["goodput"]["share"] == 0
 
 
+def test_a_limit_that_no_request_shows_leaves_its_load_unknown() -> None:
+    shown = {"answer": "CANNOT TELL", "found": None, "limit": 0.1, "at_most": True, "samples": None}
+    point = made_point(1, 10, 1, limits=[{**shown, "key": "tpot_seconds.p99"}])
+    result = found([point])
+    assert result["limits_unknown"] == [1] and result["highest_within_limits"] is None
+
+
 def test_two_sweeps_are_compared_load_by_load(swept: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(swept, other)

@@ -82,10 +82,12 @@ class SeenTokens:
 
     def until_cut(self, samples: Samples) -> Samples:
         """``samples`` with the last tokens that were seen of the answers that were cut off at the end of the load."""
-        last, seen = np.full(len(samples), np.nan), np.zeros(len(samples))
-        last[self._owners] = self._times
-        np.add.at(seen, self._owners, self._weights)
         cut = samples.cut
+        if not cut.any():
+            return samples
+        last = np.full(len(samples), np.nan)
+        last[self._owners] = self._times  # of one request in order, so the last one stays
+        seen = np.bincount(self._owners, self._weights, len(samples))
         return replace(
             samples,
             last=np.where(cut, np.fmax(last, samples.first), samples.last),

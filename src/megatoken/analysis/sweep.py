@@ -164,12 +164,12 @@ def _too_few(points: Sequence[Mapping[str, Any]]) -> list[str]:
     """A note on the loads whose limits more requests would decide; none where all are decided."""
     if not (unknown := _limits_unknown(points)):
         return []
-    value, (had, needed) = max(unknown.items(), key=lambda item: item[1][1] / item[1][0])
+    value, (had, needed) = max(unknown.items(), key=lambda item: _shortage(item[1]))
     first = next(point for point in points if point["value"] == value)
     longer = "replay a longer trace"
     if first["kind"] != "speed":
         start, end = first["window_seconds"]
-        longer = f"raise --window to {math.ceil((end - start) * needed / had):,}"
+        longer = f"raise --window to {math.ceil((end - start) * _shortage((had, needed))):,}"
     named = ", ".join(f"{load:g}" for load in unknown)
     return [
         f"too few requests to judge the limits at load {named}: load {value:g} had {had:,} of the {needed:,} that the"
@@ -350,8 +350,14 @@ def _limits_unknown(points: Sequence[Mapping[str, Any]]) -> dict[float, tuple[in
         if "stage" in group[0] or not all(map(keeps_limits, group)):
             continue
         if short := [(had, needed) for had, needed in _counted(group) if had < needed]:
-            unknown[value] = max(short, key=lambda pair: pair[1] / pair[0])
+            unknown[value] = max(short, key=_shortage)
     return unknown
+
+
+def _shortage(pair: tuple[int, int]) -> float:
+    """How many times as many requests as there were are needed; where there were none, as if there had been one."""
+    had, needed = pair
+    return needed / max(1, had)
 
 
 def _counted(group: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
