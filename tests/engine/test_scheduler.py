@@ -147,12 +147,15 @@ class SimulatedEngine:
         request_ids = plan.request_id.tolist()
         admitted = request_ids[len(residents) :]
         queue = [request_id for request_id, s in self.live.items() if s.slot is None]
-        assert request_ids[: len(residents)] == residents, "every resident has rows, oldest first"
+        longest_first = plan.start[: plan.decodes].tolist()
+        assert longest_first == sorted(longest_first, reverse=True)
+        by_age = sorted(request_ids[: plan.decodes], key=residents.index) + request_ids[plan.decodes :]
+        assert by_age[: len(residents)] == residents, "every resident has rows, prompts oldest first"
         assert admitted == queue[: len(admitted)], "first come, first served"
         assert not (plan.preempted and admitted)
         if admitted:
-            assert self.peak_pages(request_ids, residents) <= self.num_pages
-        one_more = request_ids + queue[len(admitted) :][:1]
+            assert self.peak_pages(by_age, residents) <= self.num_pages
+        one_more = by_age + queue[len(admitted) :][:1]
         crowded = self.peak_pages(one_more, residents) > self.num_pages
         for request_id, slot in zip(request_ids, plan.slot.tolist(), strict=True):
             sequence = self.live[request_id]

@@ -42,7 +42,7 @@ def test_decodes_then_the_half_done_prompt_then_arrivals():
     assert rows_of(plan) == [(0, 3, 1), (5, 5, 4), (6, 0, 2), (7, 0, 1)]
     assert (plan.decodes, plan.sample.tolist()) == (1, [True, True, True, False])
     plan = scheduler.plan()
-    assert rows_of(plan) == [(0, 4, 1), (5, 9, 1), (6, 2, 1), (7, 1, 5)]
+    assert rows_of(plan) == [(5, 9, 1), (0, 4, 1), (6, 2, 1), (7, 1, 5)], "decodes longest first"
     assert plan.decodes == 3
     assert [array.dtype for array in (plan.slot, plan.request_id, plan.start, plan.count, plan.sample)] == [
         np.int32, np.int64, np.int32, np.int32, np.bool_
@@ -171,8 +171,8 @@ def test_admission_looks_to_the_end_of_every_resident():
     scheduler.add(3, 1, 2)  # ends after 1 step, when there are 5 + 9 + 3 + 2
     scheduler.add(4, 2, 3)  # would fit now and after 1 step, not after 2: 6 + 10 + 4 + 4
     assert rows_of(scheduler.plan()) == [(0, 0, 4), (1, 0, 8), (2, 0, 2), (3, 0, 1)]
-    assert rows_of(scheduler.plan()) == [(0, 4, 1), (1, 8, 1), (2, 2, 1), (3, 1, 1)]
-    assert rows_of(scheduler.plan()) == [(0, 5, 1), (1, 9, 1), (2, 3, 1), (4, 0, 2)]
+    assert rows_of(scheduler.plan()) == [(1, 8, 1), (0, 4, 1), (2, 2, 1), (3, 1, 1)]
+    assert rows_of(scheduler.plan()) == [(1, 9, 1), (0, 5, 1), (2, 3, 1), (4, 0, 2)]
     while scheduler.plan() is not None:
         pass
     assert scheduler.preemptions == 0

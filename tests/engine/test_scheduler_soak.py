@@ -86,7 +86,8 @@ class Soak:
         self.from_host[admitted] = self.known[admitted]
         self.state[admitted] = self.RESIDENT
         self.resident += len(admitted)
-        assert (np.diff(request_id) > 0).all()
+        assert (np.diff(request_id[plan.decodes :]) > 0).all()
+        assert (np.diff(plan.start[: plan.decodes]) <= 0).all()
         assert (self.state[request_id] == self.RESIDENT).all() and self.resident == len(
             request_id
         ) <= self.max_sequences

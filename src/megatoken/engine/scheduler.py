@@ -241,13 +241,13 @@ class Scheduler:
             self._windows.give(slot[growing], start[growing], count[growing])
         sample = np.ones(running, dtype=np.bool_)
         unfinished = [decodes + at for at, _ in chunks.unfinished.values()]
-        active: slice | NDArray[np.bool_] = slice(None)
-        silent, active_decodes = unfinished, decodes
+        active, silent, active_decodes = np.arange(running), unfinished, decodes
         if resting is not None:
-            active = np.ones(running, dtype=np.bool_)
-            active[: len(resting)] = ~resting
+            active = np.delete(active, resting.nonzero()[0])
             resting_decodes = resting[:decodes].nonzero()[0]
             silent, active_decodes = [*unfinished, *resting_decodes.tolist()], decodes - len(resting_decodes)
+        # Attention that starts with the longest sequences does not end with some that run alone.
+        active[:active_decodes] = active[np.argsort(-start[active[:active_decodes]], kind="stable")]
         groups = shares.groups_of(slot[active])
         if shares.several:
             shares.note_step(slot, self._ends(), silent, chunks.unfinished)

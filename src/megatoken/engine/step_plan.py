@@ -29,7 +29,7 @@ class StepPlan:
     """
 
     step: int
-    slot: NDArray[np.int32]  # [R] slot of each sequence; with one group of requests, oldest first
+    slot: NDArray[np.int32]  # [R] slot of each sequence; decodes longest first, prompts of one group oldest first
     request_id: NDArray[np.int64]  # [R]
     start: NDArray[np.int32]  # [R] position of its first token in the step
     count: NDArray[np.int32]  # [R] its tokens in the step; 1 for every decode

@@ -39,13 +39,13 @@ from torch import Tensor
 
 from examples import every, examples
 from megatoken.engine.ops import paged_attention
-from megatoken.engine.ops.paged_attention import DecodeConfig
+from megatoken.engine.ops.paged_attention import MANY, MANY_PROGRAMS, DecodeConfig
 
 pytestmark = MARKS
 DEFAULT = DecodeConfig()
 
 
-def decode(case: Case, q_BHE: Tensor, config: DecodeConfig = DEFAULT, **options: Any) -> Tensor:
+def decode(case: Case, q_BHE: Tensor, config: DecodeConfig | None = DEFAULT, **options: Any) -> Tensor:
     out = torch.empty(q_BHE.shape, dtype=BF16 if options.get("out_scale") is None else E4M3, device=DEVICE)
     return paged_attention.decode_attention(
         q_BHE,
@@ -303,7 +303,8 @@ def test_decode_gives_the_same_bits_again(config: DecodeConfig, shape: Shape, le
 @pytest.mark.parametrize(
     "config",
     [DecodeConfig(64, 4, 1), DecodeConfig(64, 4, 3), DecodeConfig(128, 4, 2), DecodeConfig(128, 8, 2)]
-    + [DecodeConfig(64, 4, stages, e4m3_scores=True) for stages in (1, 2, 3)],
+    + [DecodeConfig(64, 4, stages, e4m3_scores=True) for stages in (1, 2, 3)]
+    + [MANY_PROGRAMS, DecodeConfig(32, 1, 3)],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [E4M3, BF16])
@@ -312,6 +313,19 @@ def test_decode_configurations(config: DecodeConfig, dtype: torch.dtype) -> None
     case = make_case(replace(LLAMA_70B, dtype=dtype), lengths)
     q = normal(len(lengths), LLAMA_70B.heads, LLAMA_70B.head_dim, seed=9)
     assert_close(decode(case, q, config), exact_decode(case, q, LLAMA_70B.head_dim**-0.5))
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [4, 8, 16])
+@pytest.mark.parametrize("dtype", [E4M3, BF16])
+def test_many_sequences(dtype: torch.dtype, group: int) -> None:
+    """So many that the engine takes programs of one warp; some sequences are cut into pieces."""
+    shape = replace(LLAMA_70B, dtype=dtype, heads=group * LLAMA_70B.kv_heads)
+    lengths = sorted([1, 32, 33, 127, 4096] + [70 + i for i in range(MANY // LLAMA_70B.kv_heads)], reverse=True)
+    case = make_case(shape, lengths)
+    q = normal(len(lengths), shape.heads, shape.head_dim, seed=9)
+    assert_close(decode(case, q, None), exact_decode(case, q, shape.head_dim**-0.5))
 
 
 @needs_gpu

@@ -17,12 +17,12 @@ from torch import Tensor
 from megatoken.engine.config import EngineConfig, ExpertsConfig, ModelConfig
 from megatoken.engine.device import why_no_fused_gate
 from megatoken.engine.ops import fused, nvrtc, paged_attention, prompt_attention, tokens
-from megatoken.engine.ops.cuda import DECODE
 from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
 from megatoken.engine.ops.gated_product import CLUSTERS, ORDER, compiled
 from megatoken.engine.ops.grouped_product import FEW_ROWS, MANY_ROWS, SOME_ROWS, TileConfig, grouped_product
 from megatoken.engine.ops.launchers import make_loading_safe
+from megatoken.engine.ops.paged_attention import FEW_PROGRAMS, MANY_PROGRAMS, DecodeConfig
 from megatoken.engine.ops.prompt_attention import ChunkConfig
 from megatoken.engine.ops.routing_kernels import route
 from megatoken.engine.schemes import LinearScheme, scheme_of
@@ -74,7 +74,7 @@ def launches(
     qkv_TN, q_THE = zeros(TOKENS, (heads + 2 * kv_heads) * head_dim), zeros(TOKENS, heads, head_dim)
     cos_LE = zeros(TOKENS, head_dim)
     head_norm_E = zeros(head_dim) if config.qk_norm else None
-    split = DECODE.block_tokens
+    split = max(FEW_PROGRAMS.block_tokens, MANY_PROGRAMS.block_tokens)
     pages_TW = torch.zeros(TOKENS, -(-2 * split // page_size), dtype=torch.int32, device=device)
     lengths_T = int32(*[2 * split] * TOKENS)
     indices_T, ones_T = int32(*[0] * TOKENS), torch.ones(TOKENS, dtype=torch.float64, device=device)
@@ -86,11 +86,11 @@ def launches(
     # Kernels of few tokens have another form where they let the next one start.
     counts = [TOKENS, 1] if nvrtc.overlaps(device, 1) else [TOKENS]
 
-    def decode(window: int | None, count: int, out_THE: Tensor, out_scale: float | None) -> None:
+    def decode(window: int | None, way: DecodeConfig, count: int, out_THE: Tensor, out_scale: float | None) -> None:
         paged_attention.decode_attention(
             q_THE[:count], cache, cache, pages_TW[:count], lengths_T[:count], out_THE[:count],
             softmax_scale=1.0, max_length=2 * split, total_tokens=2 * split * count, out_scale=out_scale,
-            window=window, sinks_H=sinks_H, config=replace(DECODE, split_tokens=split),
+            window=window, sinks_H=sinks_H, config=replace(way, split_tokens=split),
         )  # fmt: skip
 
     def chunk(window: int | None, way: ChunkConfig, out_THE: Tensor, out_scale: float | None) -> None:
@@ -167,7 +167,12 @@ def launches(
             for way in (ways if window is None else ways[:1])
             for output in outputs
         ),
-        *(partial(decode, window, count, *output) for window in windows for count in counts for output in outputs),
+        *(
+            partial(decode, window, way, count, *output)
+            for window in windows
+            for way, count in (*((FEW_PROGRAMS, count) for count in counts), (MANY_PROGRAMS, TOKENS))
+            for output in outputs
+        ),
         *(of_experts(config.experts) if config.experts is not None else ()),
         lambda: tokens.gather_tokens(indices_T, indices_T, zeros(TOKENS, dtype=torch.int64)),
         *inputs,

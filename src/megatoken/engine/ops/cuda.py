@@ -25,7 +25,6 @@ from megatoken.engine.ops.cuda_experts import Experts
 from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.schemes import LinearScheme
 
-DECODE = paged_attention.DecodeConfig(e4m3_scores=True)
 _ALIGNMENT = 4
 """In int32 elements: every part of the step's buffer starts at a multiple of 16 bytes."""
 
@@ -293,7 +292,6 @@ def _decode(
         out_scale=out_scale,
         window=cache.window,
         sinks_H=sinks_H,
-        config=DECODE,
     )
 
 
