@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import socketserver
 import ssl
@@ -275,6 +276,42 @@ def test_what_a_server_has_chosen_itself_is_refused_in_one_line(server: Server, 
     ):
         code, _, err = call_here("run", "--endpoint", server.url, *flags, "--out", tmp_path / "runs")
         assert code == 2 and said in err and len(err.strip().splitlines()) == 1, err
+
+
+def test_a_model_without_files_is_refused_unless_the_server_serves_that_name(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for model, why in (("nothere", "no such folder"), (str(tmp_path / "empty"), "it has no tokenizer.json")):
+        code, _, err = call_here("run", "--endpoint", server.url, "--model", model, "--out", tmp_path / "runs")
+        assert code == 2 and f"--model {model}: {why}" in err and "the tokenizer of m, " in err, err
+        assert len(err.strip().splitlines()) == 1 and not server.bodies and not server.whole
+    for model in ("m", "llama3.1-8b", str(model_folder(REFERENCE))):
+        config = RunConfig(model=model, endpoint={"urls": server.url})
+        assert EndpointBackend(config, Progress(quiet=True)).served().name == "m"
+
+
+class WebServer(http.server.BaseHTTPRequestHandler):
+    """A server of web pages: it has no route of an API, and takes no POST."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_web_server_that_is_no_api_is_named_as_one_without_its_page(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "quick", "max_tokens": 8}\n')
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WebServer) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{web.server_address[1]}/v1"
+        for flags, path, status in (((), "models", 404), (("--served-model", "m"), "completions", 501)):
+            command = ("run", "--endpoint", url, *flags, "--prompts", tmp_path / "prompts.jsonl", "--samples", 1)
+            code, _, err = call_here(*command, "--out", tmp_path / "runs")
+            assert code == 2 and err.endswith(
+                f"megatoken: --endpoint {url}: no OpenAI-compatible API: it answers /v1/{path} with HTTP {status} and a"
+                " web page; give an address such as http://host:8000/v1\n"
+            ), err
+        web.shutdown()
 
 
 @pytest.mark.timing

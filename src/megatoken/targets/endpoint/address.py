@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import ssl
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from megatoken.text import printable
 MOST_BYTES = 16 << 20  # of an answer to a plain request
 SHOWN_CHARACTERS = 200  # of a server's message
 _NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"}  # of a server, by OpenSSL's versions
+_NO_API = (200, 400, 404, 405, 410, 501)  # statuses with which a server of web pages says that a route is not its own
+_PAGE = re.compile(rb"\s*<(!doctype html|html)\b", re.IGNORECASE)
 ROUTES = (*PATHS.values(), "/models", "/metrics")
 """Ends of addresses that users copy from a client."""
 FORM = "give an address such as http://host:8000/v1"
@@ -87,7 +90,8 @@ class AnswerError(MegatokenError):
 
     def ends_command(self, advice: str = "") -> MegatokenError:
         """The error to end with: of the server if it failed (HTTP 5xx), else of the address, key or model given."""
-        kind = MegatokenError if self.status is not None and self.status >= 500 else UsageError
+        failed = self.status is not None and self.status >= 500 and self.status not in _NO_API
+        kind = MegatokenError if failed else UsageError
         return kind(f"--endpoint {self}{advice}")
 
 
@@ -127,7 +131,7 @@ def ask(
     """One request, without following redirects; the body of the answer.
 
     Raises:
-        AnswerError: no connection, or another status than 200.
+        AnswerError: no connection, another status than 200, or a web page.
     """
     timeout = max(0.1, seconds)
     if tls is not None:
@@ -146,6 +150,9 @@ def ask(
         raise AnswerError(f"{address.url}: no answer ({cause_of(error)}{_scheme_hint(error, tls)})") from None
     finally:
         connection.close()
+    if answer.status in _NO_API and _PAGE.match(data):
+        what = f"it answers {path} with HTTP {answer.status} and a web page"
+        raise AnswerError(f"{address.url}: no OpenAI-compatible API: {what}; {FORM}", answer.status)
     if answer.status != 200:
         raise AnswerError(
             f"{address.url}: {status_error(answer.status, _lower(answer.headers), data, key)}", answer.status
@@ -186,7 +193,7 @@ def status_error(status: int, headers: Mapping[str, str], body: bytes, key: str 
         error = error.get("error", error)
         text = error.get("message", error) if isinstance(error, dict) else error
     except (ValueError, AttributeError):
-        text = body.decode("utf-8", "replace")
+        text = "a web page" if _PAGE.match(body) else body.decode("utf-8", "replace")
     shown = printable(" ".join(str(text).split()))
     if key:
         shown = shown.replace(key, "***")

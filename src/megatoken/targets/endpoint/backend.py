@@ -103,6 +103,7 @@ class EndpointBackend:
                     raise UsageError(f"--endpoint {address.url}: it serves {', '.join(listed)}, not {wanted}")
                 self._listed = self._listed or listed.get(wanted, {})
             assert wanted is not None
+            _check_model(self._config.model, wanted)
             self._servers = [self._server(at) for at in range(len(self._addresses))]
             self._served = self._model(wanted)
         return self._served
@@ -321,6 +322,22 @@ class EndpointBackend:
             version, seconds = None, None
         longest = self._listed.get("max_model_len")
         return {"url": address.url, "version": version, "max_model_len": longest, "round_trip_seconds": seconds}
+
+
+def _check_model(model: str, served: str) -> None:
+    """Refuses a ``--model`` without files that is not the name that is ``served`` either. Raises UsageError."""
+    folder = model_folder(model)
+    if (
+        model == served
+        or model in SHAPES
+        or any((folder / name).is_file() for name in ("tokenizer.json", "config.json"))
+    ):
+        return
+    what = "it has no tokenizer.json and no config.json" if folder.is_dir() else "no such folder"
+    raise UsageError(
+        f"--model {model}: {what}; give the folder of the tokenizer of {served}, which the server serves, or leave it"
+        " out; --served-model chooses among the server's models"
+    )
 
 
 def _ids_of_text(
