@@ -123,8 +123,24 @@ def test_a_healthy_run_has_no_cause_and_the_command_says_what_was_examined(tmp_p
     document = json.loads(out)
     assert (code, document["kind"], document["verdict"]) == (0, "diagnosis", "MEASURED")
     assert {"contention", "throttling", "preemptions", "pages"} <= {one["code"] for one in document["findings"]}
-    code, _, err = call_here("doctor", tmp_path)
+    (tmp_path / "empty").mkdir()
+    code, _, err = call_here("doctor", tmp_path / "empty")
     assert (code, len(err.splitlines())) == (2, 1)
+
+
+def test_of_a_folder_of_runs_such_as_a_sweep_each_is_examined(tmp_path: Path) -> None:
+    slow = {"core_wait_share": 0.3}
+    for name, facts in (("01-concurrency-1-1", {}), ("02-concurrency-4-1", slow)):
+        made(tmp_path, {}, facts).path.rename(tmp_path / name)
+    code, out, _ = call_here("doctor", tmp_path)
+    assert code == 0
+    first, second = out.split("02-concurrency-4-1 (MEASURED)\n")
+    assert first.startswith("01-concurrency-1-1 (MEASURED)\nOK ") and "FIX" not in first
+    assert second.startswith("FIX      the engine's process waited for a core 30%")
+    _, out, _ = call_here("doctor", tmp_path, "--json")
+    runs = json.loads(out)["runs"]
+    assert [Path(one["run"]).name for one in runs] == ["01-concurrency-1-1", "02-concurrency-4-1"]
+    assert {one["code"] for one in runs[1]["findings"] if one["state"] == "FIX"} == {"contention"}
 
 
 @pytest.mark.parametrize(("whole", "state"), [(1028.0, State.OK), (900.0, State.FIX)])

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatoken.analysis.lookup import run_folders
 from megatoken.analysis.series import Floats, gpu_errors, numbers, totals_over_time
 from megatoken.analysis.stability import FATAL_ERRORS
 from megatoken.engine.schemes import has_bf16_activations
 from megatoken.files import new_document
 from megatoken.hardware.doctor import Finding, fix, ok, unknown
 from megatoken.hardware.nvml import HARMFUL_REASONS, POWER_CAP, words_of
+from megatoken.runs.run import Run, read_run
 from megatoken.text import count_of, is_number, precise
 from megatoken.text import number as short
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from megatoken.runs.run import Run
 
 CORE_WAIT_SHARE = STALLED_SHARE = 0.05
 THROTTLED_SHARE = 0.05  # of the rows
@@ -51,14 +52,19 @@ def diagnose(run: Run) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.state != "FIX")
 
 
-def diagnosis(run: Run) -> dict[str, Any]:
-    """The same as a document."""
-    return new_document(
-        "diagnosis",
-        run=str(run.path),
-        verdict=run.verdict,
-        findings=[asdict(finding) for finding in diagnose(run)],
-    )
+def diagnosis(path: Path) -> dict[str, Any]:
+    """The same as a document: of a run folder, or in ``runs`` of each below ``path``, such as the loads of a sweep.
+
+    Raises:
+        UsageError: there is no such folder, or a run folder is damaged.
+    """
+    found = [
+        {"run": str(folder), "verdict": (run := read_run(folder)).verdict, "findings": list(map(asdict, diagnose(run)))}
+        for folder in run_folders(path) or [path]
+    ]
+    if len(found) == 1:
+        return new_document("diagnosis", **found[0])
+    return new_document("diagnosis", run=str(path), runs=found)
 
 
 def _contention(run: Run) -> Iterator[Finding]:

@@ -112,7 +112,10 @@ def qualify(
 
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run folder: say why the run was slow.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]", help="A run folder, or a sweep's: say why each run was slow.", show_default=False
+        ),
     ] = None,
     folder: Annotated[Path | None, flag("DIR", "Folder for runs to examine. Default: this one.", "--out")] = None,
     json_only: Json = False,
@@ -132,18 +135,23 @@ def doctor(
         document = examine(folder or Path(), refuse_sealed)
     else:
         from megatoken.analysis.diagnosis import diagnosis
-        from megatoken.runs.run import read_run
 
-        document = diagnosis(read_run(run))
+        document = diagnosis(run)
 
     def show() -> None:
-        shown = [one for one in document["findings"] if one["state"] != "OK"]
-        for finding in shown:
-            print(f"{finding['state']:8} {finding['message']}")
-            if finding["command"]:
-                print(f"         {finding['command']}")
-        fine: list[dict[str, Any]] = [one for one in document["findings"] if one["state"] == "OK"]
-        print(f"{'OK':8} {count_of(len(fine), 'check')}: {', '.join(one['code'] for one in fine)}")
+        for one in document.get("runs", [document]):
+            if "runs" in document:
+                print(f"{Path(one['run']).name} ({one['verdict']})")
+            show_findings(one["findings"])
+
+    def show_findings(findings: list[dict[str, Any]]) -> None:
+        for finding in findings:
+            if finding["state"] != "OK":
+                print(f"{finding['state']:8} {finding['message']}")
+                if finding["command"]:
+                    print(f"         {finding['command']}")
+        fine = [one["code"] for one in findings if one["state"] == "OK"]
+        print(f"{'OK':8} {count_of(len(fine), 'check')}: {', '.join(fine)}")
 
     print_result(document, show, json_only=json_only)
     return ExitCode.OK
