@@ -221,3 +221,27 @@ def test_answers_cut_off_at_the_end_of_a_load_are_over_a_limit_only_by_what_they
     assert answer_of(soon, "latency_seconds.p99", 1.5) is Answer.CANNOT_TELL
     assert answer_of(soon, "latency_seconds.p50", 1.5) is Answer.MET  # whatever the others would have taken
     assert answer_of(soon, "latency_seconds.p50", 0.5) is Answer.NOT_MET
+    shown = [
+        judge_limits(soon, [Limit(f"latency_seconds.{of}", 1.5, at_most=True)])[0] for of in ("p50", "p99", "p999")
+    ]
+    assert [(one.samples, one.over) for one in shown] == [(1000, 0), (900, 0), (900, 0)]  # none is known to be over
+    assert [one.why.split("; ", 1)[1] for one in shown] == [
+        "100 answers were cut off within the limit, and do not decide",
+        "100 answers were cut off within the limit, and decide; raise --window, or let the run end",
+        "at least 6,636 are needed; 100 answers were cut off within the limit",
+    ]
+
+
+def test_the_gaps_of_answers_that_were_cut_off_count_as_far_as_they_were_seen(tmp_path):
+    folder = RunFolder.create(
+        tmp_path / "run", "run", {}, {"hostname": "h"}, scenario="server", summarise=summarise_run, facts={}
+    )
+    for number in range(1000):  # the last 10 are cut off, after 200 slow tokens
+        cut = number >= 990
+        gap, tokens = (1.0, 200) if cut else (0.01, 100)
+        last, reason = (None, "cancelled") if cut else (1 + gap * (tokens - 1), "length")
+        folder.add_samples([SampleRow(number, 0, 0.0, 0.0, 1.0, last, 5, tokens, reason, "h")])
+        folder.add_token_times(number, (1e9 * (1 + gap * np.arange(tokens))).astype(np.int64))
+    folder.finish({"verdict": "MEASURED", "reasons": []})
+    [judged] = judge_limits(read_run(folder.path), [Limit("itl_seconds.p99", 0.1, at_most=True)])
+    assert (judged.answer, judged.over, judged.samples) == (Answer.NOT_MET, 10 * 199, 990 * 99 + 10 * 199)

@@ -95,6 +95,8 @@ def test_repeats_count_by_their_slowest_and_loads_that_broke_do_not() -> None:
     assert choose(slow, (1.0, 1.0), "p99").load.value == 1
     failed = sweep([point(1, 10, 0.1, 0.01), point(2, 20, 0.1, 0.01, requests_failed=1)])
     assert choose(failed, (1.0, 1.0), "p99").load.value == 1
+    waiting = sweep([point(1, 10, 0.1, 0.01), point(2, 20, 0.1, 0.01, requests_unanswered=1)])
+    assert choose(waiting, (1.0, 1.0), "p99").load.value == 1
     with pytest.raises(UsageError, match=r"no load of the sweep keeps.*the lowest, 1, has p99 of TTFT 0\.2 s"):
         choose(slow, (0.01, 1.0), "p99")
     unknown = {"ttft_seconds": dict.fromkeys(PERCENTILES), "tpot_seconds": dict.fromkeys(PERCENTILES)}
@@ -135,6 +137,13 @@ def test_a_sweep_given_as_the_run_is_planned_with_as_a_sweep(given: str, tmp_pat
     assert [one["value"] for one in results[0]] == [one["value"] for one in results[1]]
     assert next(one for one in results[0] if one["name"] == "Load of the sweep")["value"] == 16
     assert call_here("plan", "capacity", tmp_path, "--sweep", tmp_path)[0] == 2
+
+
+def test_a_plan_says_that_answers_were_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep([point(1, 10, 0.1, 0.01, requests_unended=3)])))
+    code, out, err = call_here("plan", "capacity", "--sweep", tmp_path, "--json")
+    assert code == 0, err
+    assert any(note.startswith("Cut off at the end of the load: 3 answers.") for note in json.loads(out)["notes"])
 
 
 def test_users_follow_the_limits(tmp_path: Path) -> None:

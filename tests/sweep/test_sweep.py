@@ -16,6 +16,7 @@ from megatoken.analysis.sweep import _too_few as sweep_notes
 from megatoken.analysis.sweep import compare_sweeps, found, saturated, summarise_sweep
 from megatoken.analysis.sweep_point import backlog_grows, point_figures
 from megatoken.files import plain
+from megatoken.report import write_reports
 from megatoken.report.console import show
 from megatoken.report.documents import Document, checked
 from megatoken.report.views.load_charts import Sweep, load_figures
@@ -138,7 +139,7 @@ def test_what_a_sweep_refuses(wrong: tuple[str, ...], message: str, tmp_path: Pa
 
 def made_point(value: float, rate: float, latency: float, good: float = 1.0, **more: Any) -> dict[str, Any]:
     usual = {"kind": "concurrency", "ended_by": None, "overloaded": False, "latency_seconds": {"p50": latency}}
-    usual |= {"requests": 662, "window_seconds": [2.0, 12.0]}
+    usual |= {"requests": 662, "requests_unended": 0, "window_seconds": [2.0, 12.0]}
     return {**usual, "value": value, "output_tokens_per_second": rate, "goodput": {"share": good}, **more}
 
 
@@ -278,6 +279,38 @@ def test_a_limit_that_no_request_shows_leaves_its_load_unknown() -> None:
     point = made_point(1, 10, 1, limits=[{**shown, "key": "tpot_seconds.p99"}])
     result = found([point])
     assert result["limits_unknown"] == [1] and result["highest_within_limits"] is None
+
+
+def test_a_load_that_was_interrupted_keeps_no_limits_and_is_no_peak() -> None:
+    points = [made_point(1, 10, 1), made_point(2, 20, 1, verdict="INTERRUPTED")]
+    result = found(points)
+    assert (result["highest_within_limits"], result["peak"], result["limits_unknown"]) == (1, 1, [])
+
+
+def test_a_report_writes_the_document_that_its_page_shows(swept: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(swept, folder)
+    known = json.loads((folder / "sweep.json").read_text())
+    (folder / "sweep.json").write_text(json.dumps({**known, "points": []}))  # as an earlier version counted
+    list(write_reports(folder, tmp_path / "sweep.html"))
+    assert json.loads((folder / "sweep.json").read_text())["points"] == [] and not (tmp_path / "sweep.json").exists()
+    list(write_reports(folder))
+    assert json.loads((folder / "sweep.json").read_text())["points"] == known["points"]
+
+
+def test_no_knee_is_said_of_loads_whose_latencies_are_known(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((swept / "sweep.json").read_text())
+    points = [{**document["points"][0], "value": load} for load in (1, 2, 4, 8)]
+    points[-1]["latency_seconds"] = dict.fromkeys(points[-1]["latency_seconds"])
+    show(checked({**document, "points": points, "found": {**document["found"], "knee": None}}))
+    assert "No knee up to 4 " in capsys.readouterr().out
+
+
+def test_answers_that_were_cut_off_are_no_requests_that_kept_the_limits() -> None:
+    point = made_point(1, 10, 1, requests=1000, requests_unended=400)
+    result = found([point])
+    assert result["limits_unknown"] == [1] and result["highest_within_limits"] is None
+    assert found([{**point, "requests_unended": 338}])["highest_within_limits"] == 1
 
 
 def test_two_sweeps_are_compared_load_by_load(swept: Path, tmp_path: Path) -> None:

@@ -98,7 +98,6 @@ class _Observed:
 
     latencies: Mapping[str, Floats | str]  # a text says why there are none
     until_cut: Mapping[str, Floats]  # the same, with those of answers that were cut off as they were until then
-    cut: int  # answers that were
     rates: Mapping[str, float | None]
     scores: Mapping[str, Any]
     dollars_per_hour: float | None
@@ -203,14 +202,14 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
         rates = {name: total / (end - start) for name, total in zip(_RATES, totals, strict=True)}
     inside = samples.only(counted)
     begun = inside.completed | inside.cut
+    gaps = tokens.gaps((samples.completed | samples.cut) & counted)
     latencies: dict[str, Floats | str] = {
         "itl_seconds": "times of single tokens are recorded of a server that streams (--endpoint) and in a sweep only",
-        **_latencies(inside, inside.completed, tokens.gaps(samples.completed & counted)),
+        **_latencies(inside, inside.completed, gaps),
         "ttft_seconds": np.where(begun, inside.ttft, np.inf),
     }
     until_cut: Mapping[str, Floats] = {}
     if inside.cut.any():
-        gaps = tokens.gaps((samples.completed | samples.cut) & counted)
         until_cut = _latencies(tokens.until_cut(samples).only(counted), begun, gaps)
     if result.get("scenario") == "offline":
         why = "all samples of Offline are due at once, so no user waits like this; measure with --scenario server"
@@ -219,12 +218,14 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
         latencies |= dict.fromkeys(LATENCIES, why_unjudged(result["load"]))
         rates["samples_per_second"] = None
     scores = (result.get("accuracy") or {}).get("metrics") or {}
-    cut = int(inside.cut.sum())
-    return _Observed(latencies, until_cut, cut, rates, scores, dollars_per_hour, run.verdict is Verdict.INTERRUPTED)
+    return _Observed(latencies, until_cut, rates, scores, dollars_per_hour, run.verdict is Verdict.INTERRUPTED)
 
 
 def _latencies(samples: Samples, known: NDArray[np.bool_], gaps: Gaps | None) -> dict[str, Floats]:
-    """Latencies [N] of the samples whose times are ``known``, infinite for the others; without gaps, none of those."""
+    """Latencies [N] of the samples whose times are ``known``, infinite for the others; without gaps, none of those.
+
+    A sample whose times are not known counts once more among the gaps, next to those of it that were seen.
+    """
     found = {
         "ttft_seconds": np.where(known, samples.ttft, np.inf),
         "tpot_seconds": np.where(known, samples.tpot, np.inf),
@@ -244,7 +245,7 @@ def _judged(limit: Limit, observed: _Observed) -> Judged:
         else:
             judged = _percentile(limit, values, PERCENTS[part])
             if (other := observed.until_cut.get(metric)) is not None:
-                judged = _between(judged, _percentile(limit, other, PERCENTS[part]), observed.cut)
+                judged = _between(judged, _percentile(limit, other, PERCENTS[part]))
     else:
         judged = _figure(limit, *_FIGURES.get(metric, _rate)(metric, part, observed))
     if observed.unfinished and judged.answer is Answer.MET:
@@ -305,14 +306,20 @@ def _percentile(limit: Limit, values: Floats, percent: float) -> Judged:
     return _with(limit, Answer.CANNOT_TELL, why, figure, **parts, needed=needed)
 
 
-def _between(worst: Judged, best: Judged, cut: int) -> Judged:
-    """The answer if ``cut`` answers may be over the limit or not."""
-    if worst.answer is Answer.MET:
-        return worst
-    if best.answer is not Answer.MET:
+def _between(worst: Judged, best: Judged) -> Judged:
+    """The answer where answers were cut off: all over the limit in ``worst``, as they were until then in ``best``.
+
+    Those that were within the limit until then are in ``samples`` only where they do not decide.
+    """
+    undecided = (worst.over or 0) - (best.over or 0)
+    if not undecided or best.answer is Answer.NOT_MET:
         return best
-    why = f"{cut:,} answers were cut off before their end, and decide; raise --window, or let the run end"
-    return replace(best, answer=Answer.CANNOT_TELL, why=why, samples=(best.samples or 0) - cut)
+    why = f"{best.why}; {undecided:,} answers were cut off within the limit"
+    if worst.answer is Answer.MET:
+        return replace(worst, over=best.over, why=f"{why}, and do not decide")
+    if best.answer is Answer.MET:
+        why += ", and decide; raise --window, or let the run end"
+    return replace(best, answer=Answer.CANNOT_TELL, why=why, samples=(worst.samples or 0) - undecided)
 
 
 def _value_at(ordered: Floats, share: float) -> float:

@@ -306,7 +306,8 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         [value for value, group in loads.items() if value not in unknown and all(map(holds, group))]
         for holds in (keeps_limits, limits_met)
     )
-    # What was reached while requests failed, or in a ramp, is no rate to plan with, unless no load is better.
+    # What was reached while requests failed, in a ramp or before an interruption is no rate to plan with, unless no
+    # load is better.
     sound = [value for value, group in loads.items() if not any(map(_unsound, group))]
     peak = max(sound or rates, key=lambda value: rates[value], default=None)
     early = next((point["ended_by"] for point in points if point["ended_by"]), None)
@@ -323,15 +324,20 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _unsound(point: Mapping[str, Any]) -> bool:
-    return bool(point.get("requests_failed") or point.get("unjudged"))
+    return bool(point.get("requests_failed") or point.get("unjudged") or _interrupted(point))
+
+
+def _interrupted(point: Mapping[str, Any]) -> bool:
+    return point.get("verdict") == Verdict.INTERRUPTED
 
 
 def keeps_limits(point: Mapping[str, Any]) -> bool:
     """Whether the requests of a point kept the limits and its target kept up.
 
     Of the user's own limits none may be broken; without them 99 % of the requests keep both limits of the benchmark.
+    An interrupted point keeps none: its slowest requests are missing.
     """
-    if point["overloaded"] or point["ended_by"] or point.get("unjudged"):
+    if point["overloaded"] or point["ended_by"] or point.get("unjudged") or _interrupted(point):
         return False
     if own := point.get("limits"):
         return all(one["answer"] != Answer.NOT_MET and within(one) for one in own)
@@ -361,14 +367,18 @@ def _shortage(pair: tuple[int, int]) -> float:
 
 
 def _counted(group: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
-    """Requests, or gaps between tokens, of a load behind each limit on a percentile, and how many that one needs."""
+    """Requests, or gaps between tokens, of a load behind each limit on a percentile, and how many that one needs.
+
+    Answers that were cut off within a limit are not among them.
+    """
     own = [one for point in group for one in point.get("limits") or ()]
     for key in dict.fromkeys(one["key"] for one in own):
         percent = PERCENTS.get(key.partition(".")[2])
         if percent is not None:
             yield sum(one["samples"] or 0 for one in own if one["key"] == key), samples_needed(percent)
     if not any(point.get("limits") for point in group):
-        yield sum(point["requests"] for point in group), samples_needed(100 * WITHIN_SHARE)
+        judged = sum(point["requests"] - point["requests_unended"] for point in group)
+        yield judged, samples_needed(100 * WITHIN_SHARE)
 
 
 def limits_met(point: Mapping[str, Any]) -> bool:

@@ -94,6 +94,7 @@ def point_figures(run: Run) -> dict[str, Any]:
         "requests_completed": len(done),
         "requests_failed": int(inside.failed.sum()),
         "requests_unended": len(inside) - len(done) - int(inside.failed.sum()),
+        "requests_unanswered": int((~np.isfinite(inside.first) & ~inside.completed & ~inside.failed).sum()),
         "in_flight": _mean_under_way(samples, start, end),
         "offered_requests_per_second": len(inside) / length,
         "requests_per_second": int((samples.completed & (samples.last >= start) & (samples.last < end)).sum()) / length,

@@ -32,7 +32,7 @@ class Load:
     output_tokens_per_second: float
     ttft_seconds: float | None
     tpot_seconds: float | None
-    kept_up: bool  # neither overloaded nor ended early, and no request failed
+    kept_up: bool  # neither overloaded nor ended early, and no request failed or was left without a first token
     points: tuple[Mapping[str, Any], ...]
 
     def broken(self, ttft_limit: float, tpot_limit: float) -> list[str]:
@@ -182,7 +182,8 @@ def with_curve(plan: Plan, chosen: Chosen) -> Plan:
 def _load(value: float, points: Sequence[Mapping[str, Any]], percentile: str) -> Load:
     ttft, tpot = (_slowest(points, key, percentile) for key in ("ttft_seconds", "tpot_seconds"))
     rate = statistics.fmean(float(point["output_tokens_per_second"]) for point in points)
-    kept_up = not any(point["overloaded"] or point["ended_by"] or point["requests_failed"] for point in points)
+    broke = ("overloaded", "ended_by", "requests_failed", "requests_unanswered")
+    kept_up = not any(point.get(name) for point in points for name in broke)
     return Load(value, rate, ttft, tpot, kept_up, tuple(points))
 
 
@@ -229,6 +230,11 @@ def _notes(document: Mapping[str, Any], chosen: Chosen, *, known: bool) -> list[
     if few:
         samples = count_of(few[0]["ttft_seconds"]["samples"], "request")
         notes.append(f"{samples} are too few to state {chosen.percentile} with 99 % confidence; use a longer --window.")
+    if cut := sum(point.get("requests_unended") or 0 for point in chosen.load.points):
+        notes.append(
+            f"Cut off at the end of the load: {count_of(cut, 'answer')}. Latencies and lengths that the plan rests on"
+            " are of those that ended; use a longer --window."
+        )
     if document.get("verdict") not in ("MEASURED", "VALID"):
         notes.append(f"The sweep ended {document.get('verdict')}, so the plan rests on an unreliable sweep.")
     if not known:

@@ -51,7 +51,7 @@ def write_reports(
     movable: bool = True,
     damaged: list[str] | None = None,
 ) -> Iterator[Path]:
-    """Rebuild the pages on ``path`` and yield the path of each.
+    """Rebuild the pages on ``path``, and the document of a sweep, and yield the path of each page.
 
     The page of a run folder is ``report.html`` in it; that of a saved document, or a folder with one, lies next to it
     under its name. Of a folder with run folders below it: the page of each, and in each folder that ``--repeat`` made
@@ -67,6 +67,7 @@ def write_reports(
     """
     subjects = list(_subjects(path, damaged))
     runs = [subject for subject, _ in subjects if isinstance(subject, Run)]
+    whole = bool(runs) and out is None and not damaged  # all that a document of runs follows from
     together = {place.parent for subject, place in subjects if isinstance(subject, Document)}
     indexed = len(runs) > 1 and {run.path.parent for run in runs} != together
     if out is not None:
@@ -75,7 +76,10 @@ def write_reports(
         if len(subjects) > 1 and sealed_folder(place):
             continue
         made = run_view(subject) if isinstance(subject, Run) else document_view(subject)
-        yield write_view(place, made, movable=movable)
+        page_file = write_view(place, made, movable=movable)
+        if isinstance(subject, Document) and subject.text("kind") == "sweep" and whole:
+            write_text(place.with_suffix(".json"), to_json(subject.values))
+        yield page_file
     if indexed:
         place = out or path / INDEX
         name = path.resolve().name or str(path)

@@ -180,7 +180,7 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
     found = document.part("found")
     if (knee := found.number("knee")) is not None:
         yield f"Knee: {precise(knee)} {sweep.unit}"
-    elif sweep.unit != STAGE and len(values := {point.number("value") or 0.0 for point in sweep.points}) > 2:
+    elif sweep.unit != STAGE and len(values := set(_with_latencies(sweep))) > 2:
         yield f"No knee up to {precise(max(values))} {sweep.unit}"
     if sweep.unit != STAGE:  # they do not rise; the points say which share kept the limits
         yield from _within_limits(document, sweep)
@@ -190,6 +190,13 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
         yield f"The sweep ended early: {early.text('message')}"
     elif found.flag("saturated"):
         yield "Saturated: the last loads gave no more output than those before them"
+
+
+def _with_latencies(sweep: Sweep) -> Iterator[float]:
+    """The loads whose latencies are known, of each point."""
+    for point in sweep.points:
+        if point.part("latency_seconds").number("p50") is not None:
+            yield point.number("value") or 0.0
 
 
 def _within_limits(document: Document, sweep: Sweep) -> Iterator[str]:
@@ -235,8 +242,8 @@ def _definitions(rules: Document) -> dict[str, str]:
 def _up_to(load: float | None, sweep: Sweep, found: Document) -> str:
     if load is not None:
         return f"up to {precise(load)} {sweep.unit}"
-    unknown = found.numbers("limits_unknown") or any("unjudged" in point for point in sweep.points)
-    return "not known" if unknown else "at no load"
+    unjudged = any("unjudged" in point or point.text("verdict") == "INTERRUPTED" for point in sweep.points)
+    return "not known" if unjudged or found.numbers("limits_unknown") else "at no load"
 
 
 def _limits(sweep: Sweep) -> Iterator[Table]:
