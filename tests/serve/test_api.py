@@ -231,6 +231,25 @@ def test_continue_a_message(server: Served) -> None:
     assert reply["choices"][0]["message"]["content"] == "9/2027"
 
 
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "assistant", "content": None}]
+)
+def test_a_message_without_content_is_refused(server: Served, message: dict[str, Any]) -> None:
+    for reply in (
+        chat(server, messages=[*CHAT["messages"], message]),
+        server.post("/tokenize", {"messages": [*CHAT["messages"], message]}),
+    ):
+        assert reply.status == 400 and reply.error["param"] == "messages.1.content"
+        assert reply.error["message"].startswith("messages.1.content: is required; only a message of the assistant")
+
+
+def test_a_message_of_the_assistant_that_calls_or_thinks_needs_no_content(server: Served) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for brings in ({"tool_calls": [call]}, {"reasoning": "Hm."}):
+        messages = [*CHAT["messages"], {"role": "assistant", "content": None, **brings}, *CHAT["messages"]]
+        assert chat(server, messages=messages, max_tokens=1).status == 200
+
+
 def test_truncated_prompts(server: Served) -> None:
     ids = list(range(10, 60))
     whole = text(server, prompt=ids[-7:], max_tokens=4, return_token_ids=True).json()["choices"][0]

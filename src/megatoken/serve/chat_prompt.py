@@ -50,6 +50,10 @@ async def chat_text(
 
 def _plain_message(api: ApiContext, place: int, message: Message) -> dict[str, Any]:
     """A message as templates expect it: content as one string, arguments of calls as objects."""
+    if message.content is None and not (message.role == "assistant" and (message.tool_calls or message.reasoning)):
+        where = f"messages.{place}.content"
+        unless = "only a message of the assistant with tool_calls or reasoning may leave it out"
+        raise ApiError(f"{where}: is required; {unless}", param=where)
     plain = _plain(message)
     if message.role == "developer" and not api.templates.mentions("developer"):
         plain["role"] = "system"
