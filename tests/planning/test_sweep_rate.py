@@ -104,6 +104,33 @@ def test_repeats_count_by_their_slowest_and_loads_that_broke_do_not() -> None:
         choose(sweep([point(1, 10, 0.1, 0.01, **unknown)]), (1.0, 1.0), "p99")
 
 
+def few(value: float, rate: float, answers: int) -> dict[str, Any]:
+    """A point within all limits, so far as that few answers show."""
+    return point(value, rate, 0.1, 0.01, ttft_seconds=spread(0.1) | {"samples": answers})
+
+
+def test_a_load_whose_limits_too_few_answers_show_is_not_within_them_and_the_plan_says_so(tmp_path: Path) -> None:
+    known, unknown = point(1, 10, 0.1, 0.01), few(2, 20, 300)
+    chosen = choose(sweep([known, unknown]), (1.0, 1.0), "p99")
+    assert chosen.load.value == 1
+    assert chosen.binds.startswith(
+        "limits are unknown at 2 requests at once, which has 300 of the 662 answers that p99 needs: use a longer"
+    )
+    assert choose(sweep([known, unknown]), (1.0, 1.0), "p90").load.value == 2
+    assert choose(sweep([known, few(2, 20, 331), few(2, 20, 331)]), (1.0, 1.0), "p99").load.value == 2  # repeats
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep([known, unknown])))
+    code, out, err = call_here("plan", "capacity", "--sweep", tmp_path, "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert any(
+        "Limits unknown, so that these do not count" in note and "load 2: 300 of" in note for note in plan["notes"]
+    )
+    table = next(table for table in plan["tables"] if table["name"] == "sweep")
+    assert [row["breaks"] for row in table["rows"]] == ["chosen", "unknown"]
+    with pytest.raises(UsageError, match=r"one with most, 2, has 300 of the 662 .*, or plan with --percentile p95$"):
+        choose(sweep([unknown]), (1.0, 1.0), "p99")
+
+
 @pytest.mark.parametrize(
     "command",
     [

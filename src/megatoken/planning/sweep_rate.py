@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.statistics import samples_needed
 from megatoken.analysis.sweep import SWEEP, by_load, made_up_note
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
@@ -33,6 +34,7 @@ class Load:
     ttft_seconds: float | None
     tpot_seconds: float | None
     kept_up: bool  # neither overloaded nor ended early, and no request failed or was left without a first token
+    answers: int  # behind the percentiles
     points: tuple[Mapping[str, Any], ...]
 
     def broken(self, ttft_limit: float, tpot_limit: float) -> list[str]:
@@ -43,6 +45,11 @@ class Load:
         if self.tpot_seconds is not None and self.tpot_seconds > tpot_limit:
             found.append(TPOT)
         return found
+
+    def undecided(self, percentile: str) -> str | None:
+        """That too few answers show the percentile, with both numbers; None where enough do."""
+        needed = samples_needed(float(percentile[1:]))
+        return None if self.answers >= needed else f"{self.answers:,} of the {needed:,} answers that {percentile} needs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ class Chosen:
 
 
 def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile: str) -> Chosen:
-    """The load with the highest output among those that keep the limits.
+    """The load with the highest output among those that keep the limits, as enough answers show.
 
     Args:
         document: of a sweep.
@@ -76,18 +83,27 @@ def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile:
         percentile: of the requests that must keep them.
 
     Raises:
-        UsageError: an unknown percentile, or no load keeps the limits.
+        UsageError: an unknown percentile, or no load keeps the limits, or too few answers show it of those that may.
     """
     if percentile not in PERCENTILES:
         raise UsageError(f"--percentile {percentile}: expected one of {', '.join(PERCENTILES)}")
     loads = [_load(value, points, percentile) for value, points in by_load(document["points"]).items()]
-    within = [load for load in loads if not load.broken(*limits)]
-    if not within:
+    unbroken = [load for load in loads if not load.broken(*limits)]
+    within = [load for load in unbroken if load.undecided(percentile) is None]
+    wanted = (
+        f"{percentile} of TTFT within {limits[0]:g} s and of the time per output token within {1000 * limits[1]:g} ms"
+    )
+    if not unbroken:
         lowest = loads[0] if loads else None
         seen = "" if lowest is None else f"; the lowest, {precise(lowest.value)}, {_latencies(lowest, percentile)}"
+        raise UsageError(f"no load of the sweep keeps {wanted}{seen}")
+    if not within:
+        most = max(unbroken, key=lambda load: load.answers)
+        shown = [name for name in PERCENTILES if most.undecided(name) is None]
+        lower = f", or plan with --percentile {shown[-1]}" if shown else ""
         raise UsageError(
-            f"no load of the sweep keeps {percentile} of TTFT within {limits[0]:g} s and of the time per output token"
-            f" within {1000 * limits[1]:g} ms{seen}"
+            f"too few requests of the sweep show whether a load keeps {wanted}; the one with most,"
+            f" {precise(most.value)}, has {most.undecided(percentile)}: use a longer --window{lower}"
         )
     best = max(within, key=lambda load: load.output_tokens_per_second)
     faster = [load for load in loads if load.output_tokens_per_second > best.output_tokens_per_second]
@@ -95,9 +111,11 @@ def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile:
     binds = "no load that was measured is faster: measure higher loads to see where the limits bind"
     if faster:
         nearest = min(faster, key=lambda load: load.output_tokens_per_second)
-        broken = " and ".join(nearest.broken(*limits))
         at = f"{precise(nearest.value)} {unit}"
-        binds = f"{broken} binds: at {at} it {_latencies(nearest, percentile)}"
+        if broken := " and ".join(nearest.broken(*limits)):
+            binds = f"{broken} binds: at {at} it {_latencies(nearest, percentile)}"
+        else:
+            binds = f"limits are unknown at {at}, which has {nearest.undecided(percentile)}: use a longer --window"
     elif len(within) == len(loads):
         binds = "neither limit binds up to the highest load that was measured"
     return Chosen(best, tuple(loads), limits, percentile, unit, binds)
@@ -170,7 +188,8 @@ def with_curve(plan: Plan, chosen: Chosen) -> Plan:
             "output_tokens_per_second": one.output_tokens_per_second,
             f"ttft_{percentile}_milliseconds": None if one.ttft_seconds is None else 1000 * one.ttft_seconds,
             f"tpot_{percentile}_milliseconds": None if one.tpot_seconds is None else 1000 * one.tpot_seconds,
-            "breaks": ", ".join(one.broken(*chosen.limits)) or ("chosen" if one is load else "nothing"),
+            "breaks": ", ".join(one.broken(*chosen.limits))
+            or ("chosen" if one is load else "unknown" if one.undecided(percentile) else "nothing"),
         }
         for one in chosen.loads
     )
@@ -184,7 +203,8 @@ def _load(value: float, points: Sequence[Mapping[str, Any]], percentile: str) ->
     rate = statistics.fmean(float(point["output_tokens_per_second"]) for point in points)
     broke = ("overloaded", "ended_by", "requests_failed", "requests_unanswered")
     kept_up = not any(point.get(name) for point in points for name in broke)
-    return Load(value, rate, ttft, tpot, kept_up, tuple(points))
+    answers = sum(int(point["ttft_seconds"].get("samples") or 0) for point in points)
+    return Load(value, rate, ttft, tpot, kept_up, answers, tuple(points))
 
 
 def _slowest(points: Sequence[Mapping[str, Any]], key: str, percentile: str) -> float | None:
@@ -226,10 +246,10 @@ def _notes(document: Mapping[str, Any], chosen: Chosen, *, known: bool) -> list[
         f"The rate is the {chosen.why}.",
         "KV memory and queues are part of the measured curve.",
     ]
-    few = [point for point in chosen.load.points if chosen.percentile in point["ttft_seconds"]["unreliable"]]
-    if few:
-        samples = count_of(few[0]["ttft_seconds"]["samples"], "request")
-        notes.append(f"{samples} are too few to state {chosen.percentile} with 99 % confidence; use a longer --window.")
+    unknown = [one for one in chosen.loads if not one.broken(*chosen.limits) and one.undecided(chosen.percentile)]
+    if unknown:
+        each = "; ".join(f"load {precise(one.value)}: {one.undecided(chosen.percentile)}" for one in unknown)
+        notes.append(f"Limits unknown, so that these do not count as within them: {each}; use a longer --window.")
     if cut := sum(point.get("requests_unended") or 0 for point in chosen.load.points):
         notes.append(
             f"Cut off at the end of the load: {count_of(cut, 'answer')}. Latencies and lengths that the plan rests on"
