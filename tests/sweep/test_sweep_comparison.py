@@ -14,7 +14,7 @@ def sweep(name: str, **changed: Any) -> dict[str, Any]:
     """The document of a sweep without points."""
     load = {"arrivals": "poisson", "burstiness": None, "seed": 0, "source": None, "of": None, "stages": None}
     document: dict[str, Any] = dict.fromkeys((*SHOWN, *COMPARED))
-    document |= {"name": name, "load_kind": "rate", "model": "tiny", "inputs": [name], "points": []}
+    document |= {"name": name, "load_kind": "rate", "model": "tiny", "inputs": [name], "points": [], "route": None}
     of_load = {key: changed.pop(key) for key in list(changed) if key in load}
     return {**document, **changed, "load": {**load, **of_load}}
 
@@ -28,6 +28,13 @@ def test_each_setting_that_differs_is_named_and_unknown_ones_are_not_stated():
     assert compare_sweeps([sweep("a"), sweep("b")])["notes"] == []
     same_name = compare_sweeps([sweep("a"), sweep("a", model="small")])["notes"]
     assert same_name == ["not like for like: model differs (a (1): tiny; a (2): small)"]
+
+
+def test_routes_that_differ_are_named() -> None:
+    sweeps = [sweep("a", route="chat"), sweep("b", route="completions"), sweep("c")]
+    notes = ["not like for like: route differs (a: chat; b: completions; c: without HTTP)"]
+    assert compare_sweeps(sweeps)["notes"] == notes
+    assert compare_sweeps(sweeps[:1] * 2)["notes"] == []
 
 
 def staged(name: str, of: str, *stages: tuple[float, float, float]) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
         model=first.result.get("model"),
         precision=first.result.get("precision"),
         data_set=first.result.get("data_set"),
+        route=(first.result.get("target") or {}).get("api"),
         hostname=first.environment.get("hostname"),
         simulated_gpu=simulated_gpu(first),
         made_up=next(filter(None, map(made_up, runs)), None),
@@ -194,6 +195,7 @@ def compare_sweeps(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     settings = [
         {
             **{key: document[key] for key in COMPARED},
+            "route": document["route"] or "without HTTP",
             **document["load"],
             "stages": _as_given(document["load"]["stages"]),
         }
