@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -278,15 +278,17 @@ def _ratios(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     for points in (group, base)
                 )
                 row[name] = of / to if to else None
-            row["unreliable"] = [
-                name
-                for name, (key, percentile) in RATIOS.items()
-                if any(percentile in point[key]["unreliable"] for point in (*group, *base) if percentile is not None)
-            ]
+            row["unreliable"] = _unreliable(RATIOS, [*group, *base])
             if any(point.get("unjudged") for point in (*group, *base)):
                 row["output"] = None
             rows.append(row)
     return rows
+
+
+def _unreliable(names: Iterable[str], points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Those of ``names``, keys of ``RATIOS``, whose percentile too few requests of a point show."""
+    keys = {name: RATIOS[name] for name in names}
+    return [name for name, (key, of) in keys.items() if of and any(of in point[key]["unreliable"] for point in points)]
 
 
 def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -446,7 +448,7 @@ def isolation(
 ) -> list[dict[str, Any]]:
     """A row for each load that ran both ways, with means over its repeats, the three ratios and the score.
 
-    A ratio whose figures are unknown is None and does not count.
+    A ratio whose figures are unknown is None and does not count; ``unreliable`` names those of too few requests.
     """
     rows = []
     for value in sorted(alone.keys() & shared.keys()):
@@ -460,6 +462,7 @@ def isolation(
         ratios = {name: row[f"{name}_ratio"] for name in ISOLATED if row[f"{name}_ratio"] is not None}
         row["score"] = min(1.0, *ratios.values()) if ratios else None
         row["worst"] = min(ratios, key=lambda name: ratios[name]) if ratios else None
+        row["unreliable"] = _unreliable(ISOLATED, [*alone[value], *shared[value]])
         rows.append(row)
     return rows
 

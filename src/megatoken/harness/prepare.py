@@ -52,7 +52,7 @@ LONGEST_USUAL_LIMIT_SECONDS = 60.0  # on the time to a first or another token
 _OF_TOKENS = re.compile(r"(?:ttft|tpot)_limit_seconds|limits\.(?:ttft|tpot|itl)_seconds\.p\d+")
 
 NO_DATA_SET = Dataset(
-    name="none",
+    name="conversations",
     source="the load",
     requests=[Request("Hello", max_tokens=1)],
     content_hash="",

@@ -184,8 +184,10 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
         yield f"No knee up to {precise(max(values))} {sweep.unit}"
     if sweep.unit != STAGE:  # they do not rise; the points say which share kept the limits
         yield from _within_limits(document, sweep)
-    if scores := [score for row in document.parts("isolation") if (score := row.number("score")) is not None]:
-        yield f"Isolation score next to the neighbour: {precise(min(scores))} at the worst (1: it costs nothing)"
+    if rows := [row for row in document.parts("isolation") if "score" in row]:
+        worst = min(rows, key=lambda row: row.number("score") or 0.0)
+        few = f"; {UNRELIABLE_NOTE}" if _starred(worst, worst.text("worst")) else ""
+        yield f"Isolation score next to the neighbour: {_score(worst)} at the worst (1: it costs nothing){few}"
     if (early := found.part("ended_early_by")).values:
         yield f"The sweep ended early: {early.text('message')}"
     elif found.flag("saturated"):
@@ -223,8 +225,9 @@ def _isolation(document: Document, sweep: Sweep) -> Iterator[Table]:
         pairs = []
         for name, _, _, scale in shown:
             values = (row.number(f"{name}_{of}") for of in ("alone", "shared"))
-            pairs.append(" to ".join(ABSENT if value is None else precise(scale * value) for value in values))
-        rows.append((precise(row.number("value")), precise(row.number("score")), *pairs))
+            pair = " to ".join(ABSENT if value is None else precise(scale * value) for value in values)
+            pairs.append(f"{pair}{_starred(row, name)}")
+        rows.append((precise(row.number("value")), _score(row), *pairs))
     if rows:
         columns = (
             Column(_load_title(sweep), numeric=True),
@@ -232,7 +235,12 @@ def _isolation(document: Document, sweep: Sweep) -> Iterator[Table]:
             *(Column(f"{title}, alone to shared", unit, numeric=True) for _, title, unit, _ in shown),
         )
         note = f"{_load_note(sweep, '. ')}Score: {document.part('rules').text('isolation')}. The neighbour: "
-        yield Table("Isolation", columns, tuple(rows), note=f"{note}megatoken sweep {document.text('neighbour')}")
+        few = f". {UNRELIABLE_NOTE}" if _has_star(tuple(rows)) else ""
+        yield Table("Isolation", columns, tuple(rows), note=f"{note}megatoken sweep {document.text('neighbour')}{few}")
+
+
+def _score(row: Document) -> str:
+    return f"{precise(row.number('score'))}{_starred(row, row.text('worst'))}"
 
 
 def _definitions(rules: Document) -> dict[str, str]:
@@ -409,8 +417,12 @@ def _medians(sweep: Sweep, key: str, name: str) -> Iterator[Line]:
 
 def _cell(part: Document, name: str, scale: float) -> str:
     value = part.number(name)
-    star = "*" if name in part.texts("unreliable") else ""
-    return ABSENT if value is None else f"{precise(scale * value)}{star}"
+    return ABSENT if value is None else f"{precise(scale * value)}{_starred(part, name)}"
+
+
+def _starred(part: Document, name: str) -> str:
+    """The mark of a figure that too few requests show; empty for any other."""
+    return "*" if name in part.texts("unreliable") else ""
 
 
 def _sentence(words: str) -> str:
