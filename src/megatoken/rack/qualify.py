@@ -165,4 +165,4 @@ def links_entry(found: Isolated, nodes: int) -> dict[str, Any]:
         outcomes.append(
             Value("bad_links", "Slow or missing links between nodes", "links", [len(links)], "zero", note=note)
         )
-    return test_entry(LINKS, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {})
+    return test_entry(LINKS, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)

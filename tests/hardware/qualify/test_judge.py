@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
-from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge, overall
+from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge, overall, spread_between_runs, tolerance
 from megatoken.hardware.qualify.references import Band, Earlier, _published, band, read_baseline
 from megatoken.hardware.qualify.session import power_cap
 from megatoken.hardware.qualify.values import Bound, NotRun, Value
@@ -100,6 +100,22 @@ def test_a_value_far_behind_its_baseline_never_passes(share: float, spread: floa
     judged = judge(value, None, Earlier(1.0, spread), noisy=noisy)
     assert judged.verdict in ((Verdict.MARGINAL,) if noisy or share >= 0.7125 else (Verdict.FAIL, Verdict.MARGINAL))
     assert ("repeat it on a quiet machine" in judged.reason) is noisy
+
+
+@pytest.mark.parametrize(("runs", "runs_before", "allowed"), [(1, 1, 0.15), (2, 1, 0.15), (1, 2, 0.15), (2, 2, 0.05)])
+def test_a_value_of_one_run_may_differ_as_much_as_two_runs_of_the_others_do(
+    runs: int, runs_before: int, allowed: float
+) -> None:
+    drifts = [rate(100.0, 101.0), rate(100.0, 103.4), rate(100.0, 190.0), rate(1.0, 9.0, better="")]
+    between_runs = spread_between_runs(drifts)  # of the second
+    value = replace(rate(*[86.0] * runs), run_medians=[86.0] * runs if runs > 1 else ())
+    earlier = Earlier(100.0, 0.0, runs_before)
+    assert tolerance(value, earlier, between_runs) == pytest.approx(allowed, rel=0.02)
+    assert tolerance(value, earlier) == 0.05
+    verdict = judge(value, None, earlier, noisy=False, between_runs=between_runs).verdict
+    assert verdict == (Verdict.PASS if allowed > 0.05 else Verdict.FAIL)
+    assert tolerance(value, replace(earlier, runs=1), 9.0) == 0.25
+    assert spread_between_runs([]) == 0.0
 
 
 def test_noise_of_a_baseline_does_not_hide_a_steady_value_far_behind_it() -> None:

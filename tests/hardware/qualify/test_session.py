@@ -197,6 +197,32 @@ def test_slow_tests_share_the_confirmations(
     assert last["complete"] and not any(document["complete"] for document in documents)
 
 
+@pytest.mark.parametrize(("drift", "runs", "verdict"), [(0.0, 2 + CONFIRMATIONS, "FAIL"), (0.2, 1, "PASS")])
+def test_a_test_that_runs_once_may_differ_as_much_as_the_runs_of_the_others(
+    drift: float, runs: int, verdict: str, tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is judged when the others have run again, so that a set takes no longer on a machine that drifts."""
+    ran: list[str] = []
+    rate = 100.0
+
+    def run_here(test: HardwareTest, *_: object) -> Ended:
+        ran.append(test.name)
+        window = rate if test.name == "once" else 100.0 * (1 - drift * (ran.count("twice") - 1))
+        return Ended((Returned(Value(test.name, "Rate", "GB/s", [window] * 3), 0.0),), 0.1, None)
+
+    monkeypatch.setattr(session, "run_alone", run_here)
+    tests = [HardwareTest("once", "once", ""), HardwareTest("twice", "twice", "", twice=True)]
+    saved = tmp_path / "earlier.json"
+    *_, healthy = qualify(tests, tiny, "cpu")
+    saved.write_text(to_json(healthy))
+    ran.clear()
+    rate = 80.0
+    *_, last = qualify(tests, tiny, "cpu", baseline=saved)
+    assert ran == ["once", "twice", "twice", *["once"] * (runs - 1)]
+    assert last["tests"][0]["verdict"] == verdict
+    assert last["tests"][0]["values"][0]["tolerance"] == (0.25 if drift else 0.05)
+
+
 def test_a_test_that_runs_twice_shows_drift(tiny: Setting) -> None:
     twice = replace(fault("slow_once"), twice=True)
     *_, first, document = qualify([twice, fault("steady")], tiny, "cpu")

@@ -34,7 +34,7 @@ class HardwareTest:
 
 TESTS: dict[Device, tuple[HardwareTest, ...]] = {
     "cpu": (
-        HardwareTest("facts", "Facts of the machine", f"{HERE}.facts:on_cpu"),
+        HardwareTest("facts", "Facts of the machine", f"{HERE}.facts:on_cpu", twice=True),
         HardwareTest("memory", "Memory", f"{HERE}.cpu_tests:memory", twice=True),
         HardwareTest("gemm", "Matrix products", f"{HERE}.cpu_tests:gemm", twice=True),
         HardwareTest("layers", "Products of the engine's layers", f"{HERE}.cpu_tests:layer_products", twice=True),

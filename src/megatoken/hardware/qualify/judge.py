@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from megatoken.hardware.qualify.references import Band, Earlier
-from megatoken.hardware.qualify.values import NOISY_DRIFT, NOISY_SPREAD, SPEEDS, Outcome, Value
+from megatoken.hardware.qualify.values import NOISY_DRIFT, NOISY_SPREAD, NORMAL_MAD, SPEEDS, Outcome, Value
 from megatoken.text import count_of, number
 
 IMPOSSIBLE_SHARE = 1.02
@@ -68,7 +69,11 @@ def overall(tests: Sequence[Mapping[str, Any]]) -> Verdict:
 
 
 def is_noisy(
-    value: Value, core_wait_share: float | None, band: Band | None = None, earlier: Earlier | None = None
+    value: Value,
+    core_wait_share: float | None,
+    band: Band | None = None,
+    earlier: Earlier | None = None,
+    between_runs: float = 0.0,
 ) -> bool:
     """Whether a repetition could differ by more than 5 %; counts of errors never are.
 
@@ -79,14 +84,16 @@ def is_noisy(
     if value.spread > NOISY_SPREAD or value.drift > NOISY_DRIFT or (core_wait_share or 0.0) > CONTENTION:
         return True
     in_all, in_best = (
-        any(one.verdict is Verdict.FAIL for one in _compared(value, median, band, earlier))
+        any(one.verdict is Verdict.FAIL for one in _compared(value, median, band, earlier, between_runs))
         for median in (value.median, value.best_median)
     )
     return value.better in SPEEDS and in_all and not in_best
 
 
-def judge(outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy: bool) -> Judged:
-    """The verdict on one value."""
+def judge(
+    outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy: bool, between_runs: float = 0.0
+) -> Judged:
+    """The verdict on one value; ``between_runs``: see ``tolerance``."""
     if not isinstance(outcome, Value):
         return Judged(Verdict.NOT_RUN, f"{outcome.reason}; {outcome.enable}")
     if not outcome.windows or not all(map(math.isfinite, outcome.windows)):
@@ -99,7 +106,7 @@ def judge(outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy
     share, bound = outcome.share, outcome.bound
     if bound is not None and bound.certain and share is not None and share > IMPOSSIBLE_SHARE:
         return Judged(Verdict.FAIL, f"measurement error: {share:.0%} of what is possible ({bound.formula})")
-    found = list(_compared(outcome, outcome.median, band, earlier))
+    found = list(_compared(outcome, outcome.median, band, earlier, between_runs))
     if not found:
         return Judged(Verdict.NO_REFERENCE)
     judged = max(found, key=lambda one: ORDER.index(one.verdict))
@@ -108,22 +115,37 @@ def judge(outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy
     return judged
 
 
-def _compared(value: Value, median: float, band: Band | None, earlier: Earlier | None) -> Iterator[Judged]:
+def _compared(
+    value: Value, median: float, band: Band | None, earlier: Earlier | None, between_runs: float
+) -> Iterator[Judged]:
     """What a median of a value is worth next to each reference. Better than a band is no fault, see the bound."""
     lower = value.better == "lower"
     if band is not None:
         limit = band.highest if lower else band.lowest
         yield _graded(value, median, limit, f"published values allow {number(limit)} {value.unit}")
     if earlier is not None:
-        allowed = tolerance(value, earlier)
+        allowed = tolerance(value, earlier, between_runs)
         limit = earlier.median * (1 + allowed if lower else 1 - allowed)
         reference = f"the baseline had {number(earlier.median)} {value.unit}, {allowed:.1%} worse is allowed"
         yield _graded(value, median, limit, reference)
 
 
-def tolerance(value: Value, earlier: Earlier) -> float:
-    """Share of the baseline by which a value may be worse than it and pass."""
-    return min(MOST_TOLERANCE, max(MARGIN, SPREADS * math.hypot(value.spread, earlier.spread)))
+def tolerance(value: Value, earlier: Earlier, between_runs: float = 0.0) -> float:
+    """Share of the baseline by which a value may be worse than it and pass.
+
+    The windows of one run do not show how far the next run would be from it. Where this value or the baseline is of one
+    run, ``between_runs`` counts as well, which ``spread_between_runs`` takes from the tests that ran twice.
+    """
+    unseen = 0.0 if value.run_medians and earlier.runs > 1 else between_runs
+    return min(MOST_TOLERANCE, max(MARGIN, SPREADS * math.hypot(value.spread, earlier.spread, unseen)))
+
+
+def spread_between_runs(values: Iterable[Value]) -> float:
+    """Standard deviation of the difference of two runs of a speed, as a share; 0 without values.
+
+    ``values``: each of two runs, so that its drift is such a difference.
+    """
+    return NORMAL_MAD * statistics.median([one.drift for one in values if one.better in SPEEDS] or [0.0])
 
 
 def _graded(value: Value, median: float, limit: float, reference: str) -> Judged:

@@ -163,4 +163,4 @@ def spread(tests: Mapping[str, Sequence[Mapping[str, Any]]], kind: str) -> dict[
             ratio = lowest / highest if highest else 1.0
             outcomes.append(Value(f"ratio_{name}", f"{title}: lower over higher", "ratio", [ratio], ""))
     ended = Ended(tuple(Returned(outcome, None) for outcome in outcomes), 0.0, None)
-    return test_entry(SPREAD, [ended], "", {})
+    return test_entry(SPREAD, [ended], "", {}, 0.0)

@@ -30,10 +30,11 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A value of an earlier qualification: its median and relative spread."""
+    """A value of an earlier qualification: its median and relative spread, and how often its test ran."""
 
     median: float
     spread: float
+    runs: int = 1
 
 
 @cache
@@ -83,7 +84,7 @@ def read_baseline(path: Path, device: str) -> dict[tuple[str, str, str], Earlier
         raise UsageError(f"--baseline {path}: is about {other}, this is {device}; give one of this machine")
     return {
         (str(value.get("name")), str(value.get("title")), str(value.get("unit"))): Earlier(
-            value["median"], value["spread"]
+            value["median"], value["spread"], test["runs"] if is_number(test.get("runs")) else 1
         )
         for test in mappings(document.get("tests"))
         for value in mappings(test.get("values"))

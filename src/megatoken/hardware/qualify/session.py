@@ -14,7 +14,16 @@ from megatoken.errors import ExitCode
 from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest
-from megatoken.hardware.qualify.judge import Verdict, answer, is_noisy, judge, overall, tolerance, worst
+from megatoken.hardware.qualify.judge import (
+    Verdict,
+    answer,
+    is_noisy,
+    judge,
+    overall,
+    spread_between_runs,
+    tolerance,
+    worst,
+)
 from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
 from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, Earlier, band, read_baseline
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
@@ -38,8 +47,8 @@ def qualify(
 ) -> Iterator[dict[str, Any]]:
     """Run tests and yield the document after each of them, the last one complete.
 
-    Some tests run a second time after the others, so that a drift of the machine shows in their windows; so does a test
-    that failed only because it was slow. If its two runs differ, its values are noisy, and noisy values do not fail.
+    Some tests run a second time after the others, so that a drift of the machine shows in their windows. Then so does a
+    test that failed only because it was slow. If its two runs differ, its values are noisy, and these do not fail.
 
     What is slow in both may still be the work of another machine on the same host, which the system does not show, but
     which comes and goes. A test of a processor therefore runs again at the end, and fails only if it is slow each time.
@@ -81,18 +90,20 @@ def qualify(
         outcomes = [one.outcome for one in ended.returned]
         measured |= {one.name: one.median for one in outcomes if isinstance(one, Value) and one.windows}
         runs[index].append(ended)
-        results = [
-            test_entry(test, of_test, "" if capped else part, earlier)
-            for test, of_test in zip(tests, runs, strict=True)
-            if of_test
-        ]
+        ran = [(test, of_test) for test, of_test in zip(tests, runs, strict=True) if of_test]
+        repeated = (one.outcome for test, of_test in ran if test.twice and of_test[1:] for one in merged(of_test))
+        between_runs = spread_between_runs(one for one in repeated if isinstance(one, Value))
+        results = [test_entry(test, of_test, "" if capped else part, earlier, between_runs) for test, of_test in ran]
+        if not queue and first_round:
+            queue.extend(index for index, test in enumerate(tests) if test.twice)
+            first_round = False
         if not queue:
             slow = [index for index, result in enumerate(results) if _is_slow(result)]
-            if first_round:
-                queue.extend(index for index, test in enumerate(tests) if test.twice or index in slow)
+            once = [index for index in slow if len(runs[index]) == 1]
+            if once:
+                queue.extend(once)
             elif slow and device == "cpu" and sum(len(of_test[2:]) for of_test in runs) < CONFIRMATIONS:
                 queue.append(min(slow, key=lambda index: len(runs[index])))
-            first_round = False
         document = document | {
             "complete": not queue,
             "seconds": time.monotonic() - began,
@@ -141,10 +152,14 @@ def _driver_names() -> list[str]:
 
 
 def test_entry(
-    test: HardwareTest, runs: Sequence[Ended], part: str, earlier: dict[tuple[str, str, str], Earlier]
+    test: HardwareTest,
+    runs: Sequence[Ended],
+    part: str,  # finds published values
+    earlier: dict[tuple[str, str, str], Earlier],
+    between_runs: float,  # see ``tolerance``
 ) -> dict[str, Any]:
-    """A test in the document: the values of all its runs with their verdicts; ``part`` finds published values."""
-    values = [_value_entry(one, part, earlier) for one in merged(runs)]
+    """A test in the document: the values of all its runs with their verdicts."""
+    values = [_value_entry(one, part, earlier, between_runs) for one in merged(runs)]
     fault = next((run.fault for run in runs if run.fault is not None), None)
     if fault is None and not values:
         fault = "returned no value"
@@ -186,7 +201,9 @@ def _verdict_of(values: list[dict[str, Any]]) -> Verdict:
     return worst([verdict for verdict in verdicts if verdict is not Verdict.NOT_RUN] or verdicts)
 
 
-def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str, str], Earlier]) -> dict[str, Any]:
+def _value_entry(
+    one: Returned, part: str, earlier: dict[tuple[str, str, str], Earlier], between_runs: float
+) -> dict[str, Any]:
     outcome = one.outcome
     entry: dict[str, Any] = {"name": outcome.name, "title": outcome.title}
     if not isinstance(outcome, Value):
@@ -194,8 +211,11 @@ def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str, str], E
         return entry | {"verdict": not_run.verdict, "reason": not_run.reason}
     published = band(part, outcome.name, outcome.unit)
     before = earlier.get((outcome.name, outcome.title, outcome.unit))
-    noisy = is_noisy(outcome, one.core_wait_share, published, before)
-    judged = judge(outcome, published, before, noisy=noisy)
+    noisy = is_noisy(outcome, one.core_wait_share, published, before, between_runs)
+    judged = judge(outcome, published, before, noisy=noisy, between_runs=between_runs)
+    allowed = None
+    if before and outcome.windows and outcome.better in SPEEDS:
+        allowed = tolerance(outcome, before, between_runs)
     bound = outcome.bound
     return entry | {
         "unit": outcome.unit,
@@ -211,7 +231,7 @@ def _value_entry(one: Returned, part: str, earlier: dict[tuple[str, str, str], E
         "band": published and {"lowest": published.lowest, "highest": published.highest, "sources": published.sources},
         "baseline": before and before.median,
         "difference": outcome.median / before.median - 1 if before and before.median and outcome.windows else None,
-        "tolerance": tolerance(outcome, before) if before and outcome.windows and outcome.better in SPEEDS else None,
+        "tolerance": allowed,
         "note": outcome.note,
         "verdict": judged.verdict,
         "reason": judged.reason,
