@@ -31,6 +31,7 @@ def point(value: float, rate: float, ttft: float, tpot: float, **more: Any) -> d
         "tpot_seconds": spread(tpot),
         "overloaded": False,
         "ended_by": None,
+        "requests_completed": 5000,
         "requests_failed": 0,
         "accelerators": None,
         "goodput": None,
@@ -106,7 +107,7 @@ def test_repeats_count_by_their_slowest_and_loads_that_broke_do_not() -> None:
 
 def few(value: float, rate: float, answers: int) -> dict[str, Any]:
     """A point within all limits, so far as that few answers show."""
-    return point(value, rate, 0.1, 0.01, ttft_seconds=spread(0.1) | {"samples": answers})
+    return point(value, rate, 0.1, 0.01, requests_completed=answers)
 
 
 def test_a_load_whose_limits_too_few_answers_show_is_not_within_them_and_the_plan_says_so(tmp_path: Path) -> None:

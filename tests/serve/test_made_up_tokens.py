@@ -31,7 +31,7 @@ def test_a_run_and_a_sweep_say_that_the_tokens_of_the_server_are_made_up(
     with serving(*flags) as server:
         common = ("--endpoint", server.url + "/v1", "--endpoint.processes", 1, "--warm-up", 0, "--out", tmp_path)
         _, out, _ = call_here("run", *common, "--samples", 8)
-        _, out_of_sweep, _ = call_here("sweep", *common, "--concurrency", 2, "--settle", 0.2, "--window", 1)
+        _, out_of_sweep, _ = call_here("sweep", *common, "--concurrency", 16, "--settle", 0.2, "--window", 2)
     model = SIMULATED[1] if "--simulated-gpu" in flags else "reference"
     assert server.log[0] == f"megatoken: loading {model}, to serve it on {server.url}"
     [sweep] = tmp_path.glob("*-sweep-*")
@@ -75,4 +75,7 @@ def test_tokens_of_answers_that_outlast_a_sweep_count(tmp_path: Path) -> None:
     assert point["goodput"]["share"] == 1
     assert {one["answer"] for one in point["limits"]} == {"CANNOT TELL"}  # of so few requests, but none is over
     assert {one["over"] for one in point["limits"]} == {0}
+    first = next(one for one in point["limits"] if one["key"] == "ttft_seconds.p99")
+    shown = [point["ttft_seconds"][name] for name in ("p99", "samples")]  # also of those that were cut off
+    assert shown == [first["found"], first["samples"]] == [first["found"], point["requests"]]
     assert [item.id for item in audit(sweep / point["run"]).findings if item.severity is Severity.FAIL] == []

@@ -78,6 +78,7 @@ def point_figures(run: Run) -> dict[str, Any]:
     tpot = percentiles(done.tpot)
     steady = _steadiness(samples, tokens, start, end, waits=load["waits"])
     unjudged = none_ended(samples, tokens, start, end)
+    begun = done if unjudged else inside.only(inside.completed | inside.cut)
     limits = run.result.get("ttft_limit_seconds"), run.result.get("tpot_limit_seconds")
     energy = run_energy(run.series)
     return {
@@ -105,8 +106,8 @@ def point_figures(run: Run) -> dict[str, Any]:
         "user_tokens_per_second": {
             name: 1 / tpot[of] if tpot[of] else None for name, of in (("p50", "p50"), ("p10", "p90"), ("p1", "p99"))
         },
-        "ttft_seconds": percentiles(done.ttft),
-        "ttft_from_send_seconds": percentiles(done.first - done.sent),
+        "ttft_seconds": percentiles(begun.ttft),
+        "ttft_from_send_seconds": percentiles(begun.first - begun.sent),
         "latency_seconds": percentiles(done.last - done.scheduled),
         "latency_from_send_seconds": percentiles(done.last - done.sent),
         "send_lag_seconds": percentiles(inside.sent - inside.scheduled),

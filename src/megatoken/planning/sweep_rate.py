@@ -203,7 +203,7 @@ def _load(value: float, points: Sequence[Mapping[str, Any]], percentile: str) ->
     rate = statistics.fmean(float(point["output_tokens_per_second"]) for point in points)
     broke = ("overloaded", "ended_by", "requests_failed", "requests_unanswered")
     kept_up = not any(point.get(name) for point in points for name in broke)
-    answers = sum(int(point["ttft_seconds"].get("samples") or 0) for point in points)
+    answers = sum(int(point["requests_completed"]) for point in points)
     return Load(value, rate, ttft, tpot, kept_up, answers, tuple(points))
 
 
@@ -252,8 +252,8 @@ def _notes(document: Mapping[str, Any], chosen: Chosen, *, known: bool) -> list[
         notes.append(f"Limits unknown, so that these do not count as within them: {each}; use a longer --window.")
     if cut := sum(point.get("requests_unended") or 0 for point in chosen.load.points):
         notes.append(
-            f"Cut off at the end of the load: {count_of(cut, 'answer')}. Latencies and lengths that the plan rests on"
-            " are of those that ended; use a longer --window."
+            f"Cut off at the end of the load: {count_of(cut, 'answer')}. Times per output token and lengths that the"
+            " plan rests on are of those that ended; use a longer --window."
         )
     if document.get("verdict") not in ("MEASURED", "VALID"):
         notes.append(f"The sweep ended {document.get('verdict')}, so the plan rests on an unreliable sweep.")
