@@ -62,7 +62,8 @@ def test_a_client_that_waited_for_cores_is_told_to_free_them_before_anything_els
     facts = {"scenario": "server", "client": client, "target": {"stream": True}, "offered_samples_per_second": 100.0}
     samples = Samples.of(to_table(SampleRow, rows))
     [found] = saturated_client(facts, samples, None)
-    assert (found["processes_needed"], found["free_cores"]) == (2, 2)
+    assert (found["processes_needed"], found["free_cores"]) == (1, 1)
+    assert "first. The load takes 1 (endpoint.processes) on 1 free core;" in found["message"]
     assert "88.0 % of the time in which it wanted a core: stop other work on the client's mach" in found["message"]
     [alone] = saturated_client(facts | {"client": client | {"core_wait_share": 0.01}}, samples, None)
     assert "stop other work" not in alone["message"] and "use 2 on free cores" in alone["message"]

@@ -51,6 +51,14 @@ def test_the_page_has_loadgens_own_word_as_the_terminal_has(make_run):
     assert "own word" not in words(page_of(make_run(scenario="server", loadgen_validity=None)))
 
 
+def test_the_page_says_how_its_sample_rate_differs_from_that_of_the_file(make_run):
+    path = make_run(scenario="server")
+    result, root = read_run(path).result, page_of(path)
+    shown = result["samples_completed"] / result["duration_seconds"]
+    assert float(table_rows(root, "Rates and counts")["Sample rate"][1]) == pytest.approx(shown, rel=1e-2)
+    assert "in Server and Interactive it counts one sample less" in words(root)
+
+
 def test_doubts_about_the_measurement_have_a_heading_of_their_own(make_run):
     text = words(page_of(make_run(doubts=[{"code": "SEND_LAG", "message": "samples were sent late"}])))
     for phrase in ("Doubts about the measurement:", "SEND_LAG", "samples were sent late"):

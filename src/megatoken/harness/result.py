@@ -216,10 +216,12 @@ def saturated_client(facts: Mapping[str, Any], samples: Samples, limits: Latency
     if not client or facts.get("mode") == "accuracy":
         return []
     busy, processes, waited = client["busy_share"], client["processes"], client["core_wait_share"] or 0.0
-    needed = max(processes + 1, math.ceil(SPARE * max(processes * busy, _wanted_processes(facts, samples))))
+    starved = waited > CORE_WAIT_SHARE and busy <= CLIENT_BUSY_SHARE  # others have the cores: more processes get none
+    wanted = math.ceil(SPARE * max(processes * busy, _wanted_processes(facts, samples)))
+    needed = max(processes if starved else processes + 1, wanted)
     more = {"processes": processes, "busy_share": busy, "core_wait_share": waited, "processes_needed": needed}
     cores = client.get("cores")  # an older run has not all fields
-    if waited > CORE_WAIT_SHARE and busy <= CLIENT_BUSY_SHARE:  # others have the cores: more processes get none either
+    if starved:
         more["free_cores"] = needed
     elif cores and needed > cores:
         hosts = len(client.get("hosts", ())) or 1

@@ -161,7 +161,7 @@ class _Supervisor:
     def _on_signal(self) -> None:
         if self._stopping.is_set():
             self._ended_at_once = True
-            self._log.note("ended at once; open answers were cut off")
+            self._log.note("ended at once; any answer still open was cut off")
             for child in list(self._children):
                 child.kill()
             return
@@ -187,7 +187,7 @@ class _Supervisor:
         while self._http and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         if self._http and self._failure is None:
-            self._log.note(f"open answers were cut off after {seconds:g} s (--drain-seconds)")
+            self._log.note(f"any answer still open after {seconds:g} s (--drain-seconds) was cut off")
         for child in self._children - self._http:
             child.stop()
         deadline = time.monotonic() + ERRORS_SECONDS

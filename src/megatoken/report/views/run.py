@@ -61,6 +61,9 @@ DEFINITIONS = {
     " sample issued last: that rate stands first where MLPerf's rules are claimed, and can be above the rate offered."
     " In a soak, under load: the output tokens of its time series until the load ends, over that time. With drain:"
     " those of completed samples, to the last completion. Failed and cancelled samples do not count.",
+    "Sample rate": "Completed samples over the time of the output rate that stands first. samples_per_second in"
+    " result.json is LoadGen's: in Server and Interactive it counts one sample less, to the completion of the one"
+    " issued last.",
     "Steady window": f"From the first to the last moment at which at least {STEADY_SHARE * 100:g} % of the peak"
     " number of samples were generating; a sample generates from its first token to its last. It ends at the latest"
     " when the queue is empty. It leaves out ramp and tail. Not stated when shorter than"
