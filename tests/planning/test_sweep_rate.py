@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cli_support import call_here
 from megatoken.errors import UsageError
 from megatoken.planning.sweep_rate import choose
+from megatoken.planning.throughput import MIX
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
 
@@ -171,7 +172,11 @@ def test_a_plan_says_that_answers_were_cut_off(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(sweep([point(1, 10, 0.1, 0.01, requests_unended=3)])))
     code, out, err = call_here("plan", "capacity", "--sweep", tmp_path, "--json")
     assert code == 0, err
-    assert any(note.startswith("Cut off at the end of the load: 3 answers.") for note in json.loads(out)["notes"])
+    plan = json.loads(out)
+    assert any(note.startswith("Cut off at the end of the load: 3 answers.") for note in plan["notes"])
+    states = {one["name"]: one["state"] for one in (*plan["inputs"], *plan["results"])}
+    assert (states["rate"], states[MIX]) == ("measured", "estimate")
+    assert (states["Load of the sweep"], states["Peak rate, input and output"]) == ("measured", "estimate")
 
 
 def test_users_follow_the_limits(tmp_path: Path) -> None:

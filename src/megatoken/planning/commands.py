@@ -297,7 +297,8 @@ def _on_curve(plan: Plan, rate: Rate, assumptions: Assumptions) -> Plan:
     """A plan from a sweep with its curve; others as they are."""
     if rate.sweep is None:
         return plan
-    return with_curve(plan, _of_sweep(rate, rate.sweep, assumptions)[1])
+    throughput, chosen = _of_sweep(rate, rate.sweep, assumptions)
+    return with_curve(plan, chosen, throughput.state)
 
 
 def _of_sweep(rate: Rate, path: Path, assumptions: Assumptions) -> tuple[Throughput, Chosen]:

@@ -16,7 +16,7 @@ from megatoken.analysis.sweep import SWEEP, by_load, made_up_note
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
 from megatoken.planning.assumptions import Assumptions
-from megatoken.planning.figures import Input, Plan, Result, State, Table, state_of_runs
+from megatoken.planning.figures import Input, Plan, Result, State, Table, state_of_runs, weakest
 from megatoken.planning.service_level import Verdict
 from megatoken.planning.throughput import DEFAULT_MIX, LENGTH, LIMITS, MIX, RATE_UNIT, Throughput
 from megatoken.text import count_of, precise
@@ -36,6 +36,11 @@ class Load:
     kept_up: bool  # neither overloaded nor ended early, and no request failed or was left without a first token
     answers: int  # behind the percentiles
     points: tuple[Mapping[str, Any], ...]
+
+    @property
+    def cut(self) -> int:
+        """Answers that were cut off at the end of the load."""
+        return sum(point.get("requests_unended") or 0 for point in self.points)
 
     def broken(self, ttft_limit: float, tpot_limit: float) -> list[str]:
         """The limits that the load breaks."""
@@ -156,7 +161,8 @@ def from_sweep(
     known = tokens_in is not None and tokens_out is not None
     mix = tokens_in / tokens_out if tokens_in is not None and tokens_out else assumptions[MIX]
     unit = "input tokens / output token"
-    mix_input = Input(MIX, mix, unit, state, source) if known else assumptions.inputs([MIX])[0]
+    mix_state = weakest((state, "estimate")) if chosen.load.cut else state  # of those that ended
+    mix_input = Input(MIX, mix, unit, mix_state, source) if known else assumptions.inputs([MIX])[0]
     rates = [float(one["output_tokens_per_second"]) for one in chosen.load.points]
     spread = (min(rates), max(rates)) if len(rates) > 1 else (None, None)
     rate = chosen.load.output_tokens_per_second
@@ -178,10 +184,10 @@ def from_sweep(
     return throughput, chosen
 
 
-def with_curve(plan: Plan, chosen: Chosen) -> Plan:
-    """The plan with the load that it rests on, and the curve."""
+def with_curve(plan: Plan, chosen: Chosen, state: State) -> Plan:
+    """The plan with the load that it rests on, whose rate has this state, and the curve."""
     percentile, load = chosen.percentile, chosen.load
-    result = Result("Load of the sweep", load.value, chosen.unit, chosen.why, plan.results[0].state)
+    result = Result("Load of the sweep", load.value, chosen.unit, chosen.why, state)
     rows = tuple(
         {
             "load": one.value,
@@ -250,7 +256,7 @@ def _notes(document: Mapping[str, Any], chosen: Chosen, *, known: bool) -> list[
     if unknown:
         each = "; ".join(f"load {precise(one.value)}: {one.undecided(chosen.percentile)}" for one in unknown)
         notes.append(f"Limits unknown, so that these do not count as within them: {each}; use a longer --window.")
-    if cut := sum(point.get("requests_unended") or 0 for point in chosen.load.points):
+    if cut := chosen.load.cut:
         notes.append(
             f"Cut off at the end of the load: {count_of(cut, 'answer')}. Times per output token and lengths that the"
             " plan rests on are of those that ended; use a longer --window."
