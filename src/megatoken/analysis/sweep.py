@@ -34,7 +34,7 @@ WITHIN_RULE = (
 GAIN, FLAT_POINTS = 0.03, 2  # a closed loop is saturated after so many points without so much more output
 KNEE_RULE = (
     "the load at which output tokens/s over the median end-to-end latency is highest (Kleinrock's power): beyond it"
-    " latency grows by a larger factor than throughput; none where that is the highest load"
+    " latency grows by a larger factor than throughput; none of fewer than three loads, nor where that is the highest"
 )
 SHOWN = ("name", "load_kind", "load_unit", "model", "precision", "data_set", "hostname", "points", "found")
 COMPARED = ("model", "precision", "data_set", "ttft_limit_seconds", "tpot_limit_seconds")  # and all of the load
