@@ -226,8 +226,8 @@ def test_answers_cut_off_at_the_end_of_a_load_are_over_a_limit_only_by_what_they
     ]
     assert [(one.samples, one.over) for one in shown] == [(1000, 0), (900, 0), (900, 0)]  # none is known to be over
     assert [one.why.split("; ", 1)[1] for one in shown] == [
-        "100 answers were cut off within the limit, and do not decide",
-        "100 answers were cut off within the limit, and decide; raise --window, or let the run end",
+        "100 answers were cut off within the limit, which could not change the answer",
+        "100 answers were cut off within the limit, which could change the answer; raise --window, or let the run end",
         "at least 6,636 are needed; 100 answers were cut off within the limit",
     ]
 

@@ -37,6 +37,7 @@ def document(values: dict[str, tuple[float, str]], step: str, band: dict[str, An
         {
             "name": name,
             "title": step if name == "decode_step" else name,
+            "precision": ("fp8" if "hbm_read" in values else "fp32") if name == "decode_step" else None,
             "unit": unit,
             "better": "higher",
             "median": median,
@@ -71,8 +72,8 @@ def document(values: dict[str, tuple[float, str]], step: str, band: dict[str, An
 @pytest.mark.parametrize(
     ("values", "step", "points"),
     [
-        (CPU, "Decode step of 125m fp32, 16 sequences", 4),
-        (GPU, "Decode step of llama3.1-8b fp8, 256 sequences", 4),
+        (CPU, "Decode step", 4),
+        (GPU, "Decode step of 256 sequences", 4),
     ],
 )
 def test_the_page_has_a_roofline_with_steps_as_points(

@@ -316,9 +316,9 @@ def _between(worst: Judged, best: Judged) -> Judged:
         return best
     why = f"{best.why}; {undecided:,} answers were cut off within the limit"
     if worst.answer is Answer.MET:
-        return replace(worst, over=best.over, why=f"{why}, and do not decide")
+        return replace(worst, over=best.over, why=f"{why}, which could not change the answer")
     if best.answer is Answer.MET:
-        why += ", and decide; raise --window, or let the run end"
+        why += ", which could change the answer; raise --window, or let the run end"
     return replace(best, answer=Answer.CANNOT_TELL, why=why, samples=(worst.samples or 0) - undecided)
 
 

@@ -82,8 +82,10 @@ def _steps(
             formula = f"weights of {weights / 1e9:.2f} GB and cache of {cached / 1e9:.2f} GB at the measured rate"
             bound = Bound((weights + cached) / read_gigabytes / 1e6, formula, certain=False)
         title = f"Decode step of {load.shape} {precision}, {load.sequences} sequences"
-        yield Value(f"decode_step{load.suffix}", title, "ms", decodes, "lower", bound)
+        yield Value(f"decode_step{load.suffix}", title, "ms", decodes, "lower", bound, precision=precision)
         if load is SMALL_LOAD:  # its decodes show what a step costs beyond its kernels
             return
         title = f"Step of {load.shape} {precision}, {load.sequences} sequences and a prompt of {load.prompt_tokens}"
-        yield Value(f"mixed_step{load.suffix}", title, "ms", milliseconds(with_prompt=True), "lower")
+        yield Value(
+            f"mixed_step{load.suffix}", title, "ms", milliseconds(with_prompt=True), "lower", precision=precision
+        )

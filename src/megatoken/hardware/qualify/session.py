@@ -232,6 +232,7 @@ def _value_entry(
         "baseline": before and before.median,
         "difference": outcome.median / before.median - 1 if before and before.median and outcome.windows else None,
         "tolerance": allowed,
+        "precision": outcome.precision,
         "note": outcome.note,
         "verdict": judged.verdict,
         "reason": judged.reason,

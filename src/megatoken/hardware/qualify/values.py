@@ -43,6 +43,7 @@ class Value:
     better: Literal["higher", "lower", "zero", ""] = "higher"
     bound: Bound | None = None  # None: none is known
     note: str = ""  # what a reader must know about it
+    precision: Precision | None = None  # of the engine that took the steps; None: no steps
     run_medians: Sequence[float] = ()  # medians of the runs that ``windows`` are from, if there were several
 
     @property

@@ -197,10 +197,11 @@ def _roofline(tests: list[Document]) -> Iterator[Figure]:
     points = [*_layer_points(medians, on_gpu=on_gpu), *_attention_points(medians, on_gpu=on_gpu)]
     for load in (GPU_LOAD,) if on_gpu else (SMALL_LOAD, CPU_LOAD):
         value = values.get(f"decode_step{load.suffix}")
-        of_step = next((one for one in PRECISIONS if value and f" {one}," in value.text("title")), None)
-        if value is None or of_step is None or not (milliseconds := value.number("median")):
+        if value is None or not (milliseconds := value.number("median")):
             continue
-        work = ModelWork.of(SHAPES[load.shape], find_scheme(of_step), device)
+        if (precision := value.text("precision")) not in PRECISIONS:
+            continue
+        work = ModelWork.of(SHAPES[load.shape], find_scheme(precision), device)
         keys = keys_seen(work.windows, load.sequences * load.prompt_tokens, load.sequences)
         operations = load.sequences * (work.token_operations + work.sample_operations) + keys * work.pair_operations
         moved = work.weights_bytes + keys * work.cached_token_bytes
