@@ -354,6 +354,8 @@ def test_the_rate_of_a_window_in_which_none_ended_is_compared_with_none(runs: li
     assert found(points)["peak"] == 1
     assert "Throughput against load" in titles_of([whole["points"][0], whole["points"][-1]])
     assert "Throughput against load" not in titles_of([points[0], points[-1]])  # one point is no curve
+    one_load = titles_of([point for point in whole["points"] if point["value"] == 1])
+    assert not [title for title in one_load if "against load" in title]  # nor are two of one load
 
 
 def test_a_sweep_is_compared_with_nothing_else(swept: Path, runs: list[Run]) -> None:

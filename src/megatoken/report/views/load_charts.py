@@ -117,7 +117,7 @@ def _against(
     *,
     marked: Sequence[float] = (),
 ) -> Iterator[Figure]:
-    """One chart, if a curve has two points. Of several sweeps only the first curve of each is drawn.
+    """One chart, if a curve has points at two places. Of several sweeps only the first curve of each is drawn.
 
     A point in whose window no request ended is left out: its rate may be that of a ramp.
     """
@@ -130,7 +130,7 @@ def _against(
                 for point in sweep.points
                 if "unjudged" not in point and (across := x(point)) is not None and (up := y(point)) is not None
             ]
-            if len(found) < 2:
+            if len({across for across, _, _ in found}) < 2:  # one load, however often
                 continue
             lines.append(Line(name or title, *(np.array(column) for column in list(zip(*found, strict=True))[:2])))
             rows += [(name or sweep.name, precise(load), precise(across), precise(up)) for across, up, load in found]
