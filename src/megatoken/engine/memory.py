@@ -145,6 +145,12 @@ def weight_bytes(model: ModelConfig, scheme: LinearScheme, device: str) -> int:
     return parameters * item - linears + fp32 * (4 - item) + scales
 
 
+def screens_head(model: ModelConfig, scheme: LinearScheme, device: str, ranks: int) -> bool:
+    """Whether long greedy steps find the highest logits with a copy of the head in e4m3 (``ops.screened_head``)."""
+    fits = model.vocabulary_size % 16 == 0 and model.hidden_size % 16 == 0
+    return device == "cuda" and scheme.fp8_scales is not None and ranks == 1 and fits
+
+
 def bytes_per_token(model: ModelConfig, scheme: LinearScheme, device: str) -> int:
     """Cache bytes of one token over all layers."""
     return 2 * model.layers * model.kv_heads * model.head_dim * scheme.cache_item_bytes(device)
@@ -189,6 +195,8 @@ def plan_memory_of(
         max_length = min(max_length, given_pages * page_size)
     default_rows = DEFAULT_MAX_BATCHED_TOKENS[device]
     weights = weight_bytes(model, scheme, device) - packed_saves
+    if screens_head(model, scheme, device, config.tensor_parallel):
+        weights += model.vocabulary_size * (model.hidden_size + 4)
     if on_gpu and config.tensor_parallel == 1 and model.experts is None and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_TOKENS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:

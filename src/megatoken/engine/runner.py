@@ -23,13 +23,14 @@ from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import EngineConfig, model_folder
 from megatoken.engine.device import choose_device, operations, settle, why_no_fused_gate
 from megatoken.engine.logprobs import PromptTokens, best_logprobs, read_logprobs
-from megatoken.engine.memory import BLOCK_SAMPLES, MemoryPlan, most_tokens
+from megatoken.engine.memory import BLOCK_SAMPLES, MemoryPlan, most_tokens, screens_head
 from megatoken.engine.model import WeightSource, forward, hidden_states, load_weights, logits
 from megatoken.engine.ops import NOTHING_LEFT, Draw, Ops
 from megatoken.engine.parallel import NO_PLACES, Order, RankGroup, RankWeights, TPWorkers, worker_specification
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
 from megatoken.engine.request import Request, Sampling, TokenLogprobs
 from megatoken.engine.runner_protocol import PromptPart, RecordedSteps
+from megatoken.engine.sampled_ids import SampledIds
 from megatoken.engine.sampling import sample, to_device
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.step_plan import StepPlan
@@ -37,9 +38,9 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, MegatokenError, NumericsError, RequestError
 
 if TYPE_CHECKING:
+    from megatoken.engine.ops.screened_head import ScreenedHead
     from megatoken.engine.ops.step_graphs import StepGraphs
 
-WORKERS_CHECK_SECONDS = 0.0002
 WARM_UP_PROMPTS, WARM_UP_PROMPT_TOKENS = 16, 256
 
 
@@ -69,49 +70,6 @@ def open_runner(
     runner.model_config, runner.content_hash = source.config, source.content_hash
     runner.tokenizer, runner.why_no_gpu = tokenizer, why_no_gpu
     return runner
-
-
-class SampledIds:
-    """Ids of one step, and logprobs of some, on their way to the host; made right after the step was launched."""
-
-    def __init__(
-        self,
-        ids_S: Tensor,
-        logprobs: Tensor | None = None,
-        prompt_logprobs: Tensor | None = None,
-        workers: TPWorkers | None = None,
-    ) -> None:
-        self._ids, self._logprobs, self._prompt_logprobs = ids_S, logprobs, prompt_logprobs
-        self._workers = workers
-        self._arrived: torch.cuda.Event | None = None
-        if ids_S.is_cuda:
-            self._ids = _on_its_way(ids_S)
-            self._logprobs = None if logprobs is None else _on_its_way(logprobs)
-            self._prompt_logprobs = None if prompt_logprobs is None else _on_its_way(prompt_logprobs)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-
-    def wait(self) -> list[int]:
-        """The ids, once they have arrived. Raises MegatokenError if a rank has ended that they depend on."""
-        if self._arrived is not None:
-            while self._workers is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
-                self._workers.check()
-                time.sleep(WORKERS_CHECK_SECONDS)
-            self._arrived.synchronize()
-        return self._ids.tolist()
-
-    def logprobs(self) -> list[list[float]]:
-        """Rows of ``best_logprobs``, once ``wait`` has returned."""
-        return [] if self._logprobs is None else self._logprobs.tolist()
-
-    def prompt_logprobs(self) -> list[list[float]]:
-        """The same of tokens of prompts."""
-        return [] if self._prompt_logprobs is None else self._prompt_logprobs.tolist()
-
-
-def _on_its_way(on_device: Tensor) -> Tensor:
-    host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
-    return host.copy_(on_device, non_blocking=True)
 
 
 class _Choice:
@@ -160,7 +118,7 @@ class _Choice:
 class _Computed(NamedTuple):
     """What a step has computed on the device before its tokens are chosen."""
 
-    logits_SV: Tensor
+    logits_SV: Tensor | None  # None where only the highest was asked for
     greedy_S: Tensor
     slots_S: Tensor
     prompt_logprobs: Tensor | None = None
@@ -251,6 +209,11 @@ class ModelRunner:
             compiling = start_compiling(source.config, config, memory.page_size, device)
         self._padded_tokens = partial(ops.padded_tokens, weights_bytes=memory.weights_bytes)
         self._weights = load_weights(source, ops, scheme, memory.max_length, device)
+        self._screened: ScreenedHead | None = None
+        if screens_head(source.config, scheme, device.type, config.tensor_parallel):
+            from megatoken.engine.ops.screened_head import ScreenedHead
+
+            self._screened = ScreenedHead.pack(self._weights.head.weight)
         if source.quantized is not None and (expanded := source.quantized.expanded):
             self.expanded_linears = {"count": len(expanded), "exact": sum(expanded.values())}
         if device.type == "cuda":
@@ -362,7 +325,8 @@ class ModelRunner:
             if self._workers is not None and self._group is not None:
                 self._workers.check()
                 self._group.send(Order.STEP, arrays, places)
-            return _Step(self, plan, began, self._compute(arrays, places, prompts), choice)
+            computed = self._compute(arrays, places, prompts, only_highest=plain)
+            return _Step(self, plan, began, computed, choice)
 
     @contextmanager
     def explaining(self, plan: StepPlan) -> Iterator[None]:
@@ -379,13 +343,23 @@ class ModelRunner:
             ) from error
 
     @torch.inference_mode()
-    def _compute(self, arrays: StepArrays, places: NDArray[np.int64], prompts: PromptTokens | None = None) -> _Computed:
+    def _compute(
+        self,
+        arrays: StepArrays,
+        places: NDArray[np.int64],
+        prompts: PromptTokens | None = None,
+        *,
+        only_highest: bool = False,
+    ) -> _Computed:
         """The logits of one step on the device, and on rank 0 the logprobs that are wanted of ``prompts``."""
         if len(places):
             return self._compute_prompts(arrays, places, prompts)
         if self._graphs is not None and self._graphs.takes(arrays):
             return _Computed(*self._graphs.run(arrays, self._forward, self._catch_up))
         batch = self._ops.prepare(arrays, self._last_tokens)
+        if only_highest and self._screened is not None and arrays.samples:
+            hidden_SD = hidden_states(self._weights, self._config, self._ops, self._cache, batch)
+            return _Computed(None, self._screened.greedy(hidden_SD[: arrays.samples]), batch.sample_slots)
         logits_SV = self._forward(batch)
         return _Computed(logits_SV, self._ops.greedy(logits_SV), batch.sample_slots)
 
@@ -432,7 +406,7 @@ class ModelRunner:
     def finish(self, computed: _Computed, choice: _Choice | None) -> SampledIds:
         """The end of a step on the device; ``choice`` replaces the greedy ids of the requests that want others."""
         logits_SV, ids_S, slots_S, prompt_logprobs = computed
-        logprobs = None if choice is None else choice.choose(logits_SV, ids_S)
+        logprobs = None if choice is None or logits_SV is None else choice.choose(logits_SV, ids_S)
         if self._group is not None:
             self._group.share(ids_S)
         # A step that is already on its way reads every value here as the id of a token.

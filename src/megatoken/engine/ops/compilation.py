@@ -25,6 +25,7 @@ from megatoken.engine.ops.launchers import make_loading_safe
 from megatoken.engine.ops.paged_attention import FEW_PROGRAMS, MANY_PROGRAMS, DecodeConfig
 from megatoken.engine.ops.prompt_attention import ChunkConfig
 from megatoken.engine.ops.routing_kernels import route
+from megatoken.engine.ops.screened_head import decide
 from megatoken.engine.schemes import LinearScheme, scheme_of
 
 TOKENS = 16
@@ -183,6 +184,7 @@ def launches(
         lambda: tokens.argmax_rows(logits_TV),
         lambda: tokens.argmax_rows(logits_TV, programs=1),
         lambda: tokens.draw_rows(logits_TV, indices_T.long(), ones_T, ones_T),
+        lambda: decide(logits_TV[:0], x_TD[:0], x_TD, zeros(config.hidden_size, dtype=torch.float32)),
     ]  # fmt: skip
 
 

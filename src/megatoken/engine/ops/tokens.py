@@ -51,7 +51,8 @@ def gather_tokens(host_ids_T: Tensor, table_slots_T: Tensor, last_tokens: Tensor
 
 
 @triton.jit
-def _load_comparable(logits, column, inside):
+def load_comparable(logits, column, inside):
+    """Logits in fp32; a NaN counts as infinity."""
     x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.where(x == x, x, float("inf"))
 
@@ -67,7 +68,7 @@ def _argmax_kernel(logits, out, blocks_per_split, V: tl.constexpr, BLOCK: tl.con
     best_block = tl.zeros([BLOCK], dtype=tl.int32) + first_block
     for block in tl.range(first_block, first_block + blocks_per_split, loop_unroll_factor=2):
         column = block * BLOCK + lane
-        x = _load_comparable(logits, column, column < V)
+        x = load_comparable(logits, column, column < V)
         best_block = tl.where(x > best, block, best_block)
         best = tl.maximum(best, x)
     first = tl.min(tl.where(best == tl.max(best), best_block * BLOCK + lane, _NO_COLUMN))
@@ -79,7 +80,7 @@ def _argmax_merge_kernel(logits, partial, out, splits, V: tl.constexpr, BLOCK: t
     row = tl.program_id(0)
     split = tl.arange(0, BLOCK)
     column = tl.load(partial + row * splits + split, mask=split < splits, other=_NO_COLUMN)
-    x = _load_comparable(logits + row.to(tl.int64) * V, column, split < splits)
+    x = load_comparable(logits + row.to(tl.int64) * V, column, split < splits)
     tl.store(out + row, tl.min(tl.where(x == tl.max(x), column, _NO_COLUMN)).to(tl.int64))
 
 
