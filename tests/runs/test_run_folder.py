@@ -18,7 +18,7 @@ from megatoken.errors import ExitCode, StorageError, UsageError
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Verdict, read_run
 from megatoken.runs.tables import SampleRow, SeriesRow
-from megatoken.runs.writer import RunFolder, run_name
+from megatoken.runs.writer import RunFolder, new_folder, run_name
 
 NAME = "20261120T091233Z-offline-tiny"
 FACTS = {"model": "tiny", "rules_unmet": [{"code": "MIN_DURATION", "message": "ran 20 s of 600 s"}]}
@@ -133,6 +133,16 @@ def test_an_unknown_verdict_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="FINE"):
         folder.finish({"verdict": "FINE", "reasons": []})
     folder.interrupt(reason("INTERRUPTED", cause="test over"))
+
+
+def test_two_commands_of_one_second_have_a_folder_each_and_an_empty_one_goes(tmp_path):
+    wanted = tmp_path / "out" / "20261120T091233Z-sweep-tiny"
+    with new_folder(wanted) as first, new_folder(wanted) as second:
+        assert (first, second) == (wanted, wanted.with_name(f"{wanted.name}-2"))
+        (second / "sweep.json").touch()
+    assert list(wanted.parent.iterdir()) == [second]
+    with pytest.raises(StorageError, match="cannot be written"), new_folder(second / "sweep.json" / "x"):
+        pass
 
 
 def test_a_taken_name_gets_a_number(tmp_path):

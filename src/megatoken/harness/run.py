@@ -20,7 +20,7 @@ from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.harness.text_stages import Codec
 from megatoken.runs.run import Run, read_run
-from megatoken.runs.writer import run_name
+from megatoken.runs.writer import new_folder, run_name
 from megatoken.targets import Target
 
 
@@ -62,9 +62,8 @@ def _repeat(session: TestSession, settings: TestSettings) -> Path:
     """Runs a test ``config.repeat`` times, each with a run folder; a signal ends the current one and skips the rest."""
     config = session.config
     name = run_name(datetime.now(UTC), config.scenario, config.model)
-    parent = config.out / f"{name}-repeats"
     runs: list[Run] = []
-    with StopSignals() as stop:
+    with StopSignals() as stop, new_folder(config.out / f"{name}-repeats") as parent:
         while not runs or (len(runs) < config.repeat and not stop.received):
             session.progress.note(f"run {len(runs) + 1} of {config.repeat}")
             folder = session.create_folder(config, settings, parent, f"{len(runs) + 1:03}", stop)

@@ -11,8 +11,8 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from errno import EEXIST, ENOTEMPTY
 from functools import partial
@@ -59,6 +59,30 @@ def run_name(started: datetime, scenario: str, model: str) -> str:
     """``20261120T091233Z-offline-llama2-70b`` for an aware ``started``; of a model given as a path, the last part."""
     words = (f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}", scenario, Path(model).name)
     return "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", word).strip("-.") for word in words)
+
+
+@contextmanager
+def new_folder(wanted: Path) -> Iterator[Path]:
+    """Make ``wanted`` (``wanted-2``, ``wanted-3``... if taken) for several runs; left empty, it goes at the end.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        for path in _free_names(wanted):
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:  # another process took the name just now
+                continue
+    except OSError as error:
+        raise storage_error(wanted, error) from error
+    try:
+        yield path
+    finally:
+        with suppress(OSError):
+            path.rmdir()
 
 
 class RunFolder:
@@ -314,13 +338,15 @@ class RunFolder:
 
 
 def _rename_to_free_name(draft: Path, wanted: Path) -> Path:
-    names = chain([wanted.name], (f"{wanted.name}-{number}" for number in count(2)))
-    for path in map(wanted.with_name, names):
-        if path.exists():
-            continue
+    for path in _free_names(wanted):
         try:
             return draft.rename(path)
         except OSError as error:
             if error.errno not in (ENOTEMPTY, EEXIST):  # another process took the name just now
                 raise
     raise AssertionError("names are endless")
+
+
+def _free_names(wanted: Path) -> Iterator[Path]:
+    names = chain([wanted.name], (f"{wanted.name}-{number}" for number in count(2)))
+    return (path for path in map(wanted.with_name, names) if not path.exists())

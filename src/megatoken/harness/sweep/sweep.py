@@ -34,7 +34,7 @@ from megatoken.harness.sweep.ruled import RuledPlan
 from megatoken.mlperf.endpoints import judged_sweep
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, read_run
-from megatoken.runs.writer import RunFolder, run_name
+from megatoken.runs.writer import RunFolder, new_folder, run_name
 from megatoken.targets import RemoteTarget, Target
 from megatoken.text import precise
 
@@ -75,13 +75,13 @@ def run_sweep(
         target.keep_every_text()
     rate = estimate_rate(target, data_set, config.warm_up_seconds, 0.0, plan.own_load())
     name = run_name(datetime.now(UTC), "sweep", config.model)
-    with StopSignals() as stop:
-        sweep = _Sweep(prepared, config, plan, target, progress, stop, config.out / name, tuple(neighbour))
+    with StopSignals() as stop, new_folder(config.out / name) as path:
+        sweep = _Sweep(prepared, config, plan, target, progress, stop, path, tuple(neighbour))
         try:
             sweep.run(rate)
         finally:
             progress.clear()
-    return sweep.path
+    return path
 
 
 @dataclass(slots=True)
