@@ -89,6 +89,22 @@ def test_flags_reach_the_plan(tmp_path: Path) -> None:
     assert watts["inputs"] != document_of("plan", "energy", *RACK)["inputs"]
 
 
+def test_a_power_limit_is_a_model_on_the_page_and_in_the_document(tmp_path: Path) -> None:
+    rate = ("--tokens-per-second", 4476, "--per", "accelerator", "--accelerator", "H200", "--state", "measured")
+    code, stdout, err = call_here("plan", "energy", *rate, "--power-limit", 600, "--out", tmp_path)
+    assert code == 0, err
+    document = json.loads((tmp_path / "plan_energy.json").read_text())
+    page = (tmp_path / "plan_energy.html").read_text()
+    asked = document["tables"][0]["rows"][1]
+    for text in (document["title"], stdout, page):
+        assert "by a model, not measured" in text
+    for text in (stdout, page):
+        assert f"{asked['output_tokens_per_joule']:.2f}" in text and f"{asked['output_tokens_per_second']:,.0f}" in text
+        assert "no card ran at a lower limit" in " ".join(text.split())
+    code, _, err = call_here("plan", "energy", *RACK, "--power-limit", 600)
+    assert code == 2 and "it is of H200 only" in err
+
+
 def test_all_four_of_a_real_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     first, second = two_runs(tmp_path_factory)
     more = {

@@ -40,7 +40,9 @@ def _flags_of(*parts: type[Any]) -> dict[str, tuple[Any, Any]]:
 _OF_FLEET, _OF_POWER = _flags_of(FleetFlags), _flags_of(PowerFlags)
 _SEATS = Annotated[int, flag("N", "People who have access.", "--seats")], Parameter.empty
 _MACHINE_HOUR = Annotated[float | None, flag("DOLLARS", "Price of the whole machine for an hour.")], None
-_FLAGS = _flags_of(Rate, Common) | _OF_FLEET | _OF_POWER | {"seats": _SEATS, "dollars_per_hour": _MACHINE_HOUR}
+_POWER_LIMIT = Annotated[float | None, flag("WATTS", "Lower power limit for each accelerator: a model of H200.")], None
+_FLAGS = _flags_of(Rate, Common) | _OF_FLEET | _OF_POWER
+_FLAGS |= {"seats": _SEATS, "dollars_per_hour": _MACHINE_HOUR, "power_limit": _POWER_LIMIT}
 _OF_SOME = ("second_run", "factors")  # of the flags in Common
 
 
@@ -60,7 +62,7 @@ def _made(kind: str, flags: dict[str, Any]) -> Plan:
         return commands.buy(rate, common, part(FleetFlags), seats=flags["seats"])
     power = part(PowerFlags)
     if kind == "energy":
-        return commands.energy(rate, common, power)
+        return commands.energy(rate, common, power, flags["power_limit"])
     return commands.cost(rate, common, power, flags["rent"], flags["dollars_per_hour"])
 
 
@@ -98,7 +100,7 @@ _add(
     "factors",
 )
 _add("fleet", "How many accelerators, nodes and racks a demand needs.", *_OF_FLEET, "factors")
-_add("energy", "Energy and carbon per token. Of accelerators, machines and site.", *_OF_POWER)
+_add("energy", "Energy and carbon per token. Of accelerators, machines and site.", *_OF_POWER, "power_limit")
 _add(
     "cost",
     "Cost per million tokens, request and user. And what it depends on.",

@@ -23,6 +23,7 @@ from megatoken.planning.energy import Power, energy_of, plan_energy, power_given
 from megatoken.planning.figures import Input, Plan
 from megatoken.planning.flags import Common, FleetFlags, PowerFlags, Rate
 from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
+from megatoken.planning.power_limits import plan_power_limit
 from megatoken.planning.pricing import parse_factor
 from megatoken.planning.schedule import PRECISIONS, Lengths, find_replica, offline_rate
 from megatoken.planning.sweep_rate import Chosen, from_sweep, with_curve
@@ -214,8 +215,8 @@ def _replacement(flags: FleetFlags, common: Common, supply: Supply) -> Plan:
     return plan_replacement(flags.replace_nodes, flags.replace_rate, supply)
 
 
-def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
-    """``megatoken plan energy``. Raises UsageError."""
+def energy(rate: Rate, common: Common, flags: PowerFlags, power_limit: float | None = None) -> Plan:
+    """``megatoken plan energy``; ``power_limit`` in watts for each accelerator. Raises UsageError."""
     assumptions = _assumptions(common, rate.run)
     throughput, runs = _throughput(rate, assumptions)
     measured = energy_of(runs) if runs and flags.watts is None else None
@@ -225,7 +226,10 @@ def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
             "power unknown; pass --watts, or --accelerators and --accelerator to use their TDP; for example:"
             f" {_example('energy', rate, '--watts 100')}"
         )
-    return plan_energy(throughput, power, assumptions, profiles=_profiles(common), energy=measured)
+    profiles = _profiles(common)
+    if power_limit is not None:
+        return plan_power_limit(throughput, power, power_limit, assumptions, profiles=profiles, energy=measured)
+    return plan_energy(throughput, power, assumptions, profiles=profiles, energy=measured)
 
 
 def cost(

@@ -71,6 +71,13 @@ def energy_of(runs: Sequence[Run]) -> RunEnergy:
     return energy_together([run_energy(run.series) for run in runs])
 
 
+def rate_at(throughput: Throughput, power: Power, energy: RunEnergy | None) -> float:
+    """Output tokens per second while ``power`` was drawn: those of the time that a run's energy is of, if it is."""
+    if energy is not None and energy.output_tokens and energy.seconds and power.state == "measured":
+        return energy.output_tokens / energy.seconds
+    return throughput.output_tokens_per_second
+
+
 def levels(throughput: Throughput, power: Power, assumptions: Assumptions) -> tuple[Power, ...]:
     """Power at the boundary of ``power`` and at each wider one: accelerators, wall, site."""
     state = weakest((throughput.state, power.state))
@@ -94,9 +101,7 @@ def plan_energy(
 
     ``energy`` is that of the run; if known, tokens per joule come from its tokens and joules.
     """
-    rate = throughput.output_tokens_per_second
-    if energy is not None and energy.output_tokens and energy.seconds and power.state == "measured":
-        rate = energy.output_tokens / energy.seconds
+    rate = rate_at(throughput, power, energy)
     found = levels(throughput, power, assumptions)
     site = found[-1]
     carbon_state = weakest((site.state, *assumptions.states([CARBON])))
