@@ -73,6 +73,26 @@ def test_the_document_follows_from_the_run_folders(swept: Path, runs: list[Run])
     assert {**again, "created_at": ""} == {**stored, "created_at": ""}
 
 
+def test_an_edited_document_is_found_by_an_audit_and_refused_by_a_plan(swept: Path, tmp_path: Path) -> None:
+    """Each names the point and the field; without its run folders a document cannot be checked."""
+    copy, (_, out, _) = shutil.copytree(swept, tmp_path / "copy"), call_here("audit", swept, "--json")
+    of_sweep = [one["severity"] for one in json.loads(out)["findings"] if one["id"] == "run_folder.sweep"]
+    assert of_sweep == ["pass"]
+    document = json.loads((copy / "sweep.json").read_text())
+    document["points"][2]["output_tokens_per_second"] = 99_999.0
+    (copy / "sweep.json").write_text(json.dumps(document))
+    wrong = "point 02-concurrency-3-1: output_tokens_per_second 99999.0, recomputed "
+    code, out, _ = call_here("audit", copy, "--full")
+    assert code == 3 and wrong in " ".join(out.split())
+    limits = ("--ttft-limit", 100, "--tpot-limit", 100, "--percentile", "p50")
+    code, _, err = call_here("plan", "capacity", "--sweep", copy, *limits)
+    assert code == 2 and wrong in err and f"megatoken report {copy} rebuilds it" in err
+    (tmp_path / "alone.json").write_text(json.dumps(document))
+    assert call_here("plan", "capacity", "--sweep", tmp_path / "alone.json", *limits)[0] == 0
+    assert call_here("report", copy)[0] == 0
+    assert call_here("plan", "capacity", "--sweep", copy, *limits)[0] == 0
+
+
 def test_figures_of_a_point_against_loops_over_its_rows(runs: list[Run]) -> None:
     run = runs[-1]
     figures = point_figures(run)

@@ -23,6 +23,7 @@ from megatoken.audit.checks.run_folder import (
     check_repeats,
     check_run_folder,
     check_seals,
+    check_sweeps,
     interruptions,
     lost_files_in,
     lost_files_note,
@@ -210,6 +211,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(check_lost_files(lost))
     ledger.add(check_seals(tree))
     ledger.add(check_repeats(tree))
+    ledger.add(check_sweeps(tree))
     together = None
     if evidence.kind == "nodes":
         ledger.add(system_checks.check_versions_elsewhere(systems, _readmes(tree)))

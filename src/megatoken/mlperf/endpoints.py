@@ -17,6 +17,7 @@ import numpy as np
 
 from megatoken.analysis.series import numbers
 from megatoken.analysis.statistics import Samples
+from megatoken.analysis.sweep import summarise_sweep
 from megatoken.errors import UsageError
 from megatoken.mlperf.endpoints_window import Requests, Window, find_window, lower_percentile
 from megatoken.runs.reasons import Reason, reason, shortfall
@@ -24,6 +25,8 @@ from megatoken.yaml_files import load_yaml
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from megatoken.runs.run import Run
 
 VERSION = "endpoints-v1.0"
 ULTRA_LOW, LOW, MEDIUM, HIGH, MARGIN = (
@@ -317,11 +320,9 @@ def _spans(levels: Sequence[int], rules: Mapping[str, Any]) -> bool:
     return levels[0] <= limit < levels[-1]
 
 
-def judged_sweep(document: dict[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The document of a sweep with what the rules that its points claim ask of the curve; unchanged without rules.
-
-    ``results``: the ``result.json`` of its points.
-    """
+def judged_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
+    """The document of a sweep, as ``summarise_sweep``, with what the rules that its points claim ask of the curve."""
+    document, results = summarise_sweep(runs, name), [run.result for run in runs]
     points = [result["ruled"] for result in results if result.get("ruled")]
     if not points:
         return document

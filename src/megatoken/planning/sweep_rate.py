@@ -13,6 +13,7 @@ from typing import Any
 
 from megatoken.analysis.statistics import samples_needed
 from megatoken.analysis.sweep import SWEEP, by_load, made_up_note
+from megatoken.audit.sweep_document import listed_runs, unlike_its_runs
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
 from megatoken.planning.assumptions import Assumptions
@@ -140,7 +141,22 @@ def read_sweep_document(path: Path) -> Mapping[str, Any]:
             f"{file}: a sweep of stages, each of which begins with the requests of the one before; plan with one load"
             " after the other, such as megatoken sweep --concurrency 1-64"
         )
+    _refuse_edited(document, file)
     return document
+
+
+def _refuse_edited(document: Mapping[str, Any], file: Path) -> None:
+    """Refuses what the run folders next to the file contradict; a file that was copied alone cannot be checked."""
+    try:
+        folders = listed_runs(document, file.parent)
+    except UnreadableError:
+        return
+    if not any(folder.is_dir() for folder in folders):
+        return
+    if wrong := next(unlike_its_runs(document, folders), None):
+        raise UsageError(
+            f"{file}: its run folders contradict it: {wrong}; megatoken report {file.parent} rebuilds it from them"
+        )
 
 
 def from_sweep(

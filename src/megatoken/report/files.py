@@ -10,7 +10,7 @@ from typing import Any
 from megatoken.analysis.history import history
 from megatoken.analysis.lookup import read_consistent_run, read_each, run_folders
 from megatoken.analysis.repeats import REPEATS, are_repeats, missing_notes, read_repeats, summarise_repeats
-from megatoken.analysis.sweep import SWEEP, are_points, summarise_sweep
+from megatoken.analysis.sweep import SWEEP, are_points
 from megatoken.dossier.saved_audit import refuse_edited
 from megatoken.errors import UsageError
 from megatoken.files import plain, storage_error, to_json, write_text
@@ -166,8 +166,8 @@ def _subjects(path: Path, damaged: list[str] | None = None) -> Iterator[tuple[Ru
         yield from ((run, run.path / REPORT) for run in runs)
         if are_points(runs):
             place = parent / SWEEP
-            document = judged_sweep(summarise_sweep(runs, parent.name), [run.result for run in runs])
-            yield checked(plain(document), str(place)), place.with_suffix(".html")
+            document = plain(judged_sweep(runs, parent.name))
+            yield checked(document, str(place)), place.with_suffix(".html")
             continue
         known = read_repeats(parent)
         if known and are_repeats(runs):

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatoken.analysis.machine import rate_state, simulated_gpu
 from megatoken.analysis.repeats import REPEATS, summarise_repeats
+from megatoken.analysis.sweep import SWEEP
 from megatoken.audit import replay, run_facts
 from megatoken.audit.differences import differences
 from megatoken.audit.discovery import Tree, below, innermost
@@ -17,6 +18,7 @@ from megatoken.audit.documents import json_values
 from megatoken.audit.evidence import Run, Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.audit.folder import LOG, LOGGED, TABLES, RunFolder
+from megatoken.audit.sweep_document import listed_runs, unlike_its_runs
 from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, mapping, mappings, plain, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
@@ -253,6 +255,31 @@ def _repeats(tree: Tree, folder: str, where: tuple[Where, ...]) -> Outcome:
     where += places(*(below(folder, name) for name in left_out))
     severity = Severity.FAIL if wrong else Severity.WARN  # a kill can come before this file is written
     return free_of(found, expected, f"{count_of(len(runs), 'run')}, all agree", where, severity)
+
+
+@check("run_folder.sweep", "The document of a sweep follows from its points", "Plans and pages rest on it.")
+def check_sweeps(tree: Tree) -> Iterator[Outcome]:
+    """Every sweep.json of ours; other tools may give a file of theirs that name."""
+    for folder in tree.holding(SWEEP):
+        stored = json_values(tree, below(folder, SWEEP)) or {}
+        if stored.get("kind") == "sweep":
+            yield _sweep(tree, folder, stored, places(below(folder, SWEEP)))
+
+
+def _sweep(tree: Tree, folder: str, stored: Mapping[str, Any], where: tuple[Where, ...]) -> Outcome:
+    expected = "what the run folders next to it give together"
+    try:
+        listed = listed_runs(stored, tree.path(folder))
+        wrong = list(unlike_its_runs(stored, listed))
+    except (UnreadableError, MegatokenError) as error:
+        return outcome(False, expected, shown(str(error)), where)
+    except Exception as error:  # results of no run can break any step of the arithmetic
+        return outcome(False, expected, shown(f"{type(error).__name__}: {error}"), where)
+    left_out = _left_out(tree, folder, {run.name for run in listed})
+    found = wrong + [f"{name} is left out" for name in left_out]
+    where += places(*(below(folder, name) for name in left_out))
+    severity = Severity.FAIL if wrong else Severity.WARN  # a kill can come before this file is written
+    return free_of(found, expected, f"{count_of(len(listed), 'run')}, all agree", where, severity)
 
 
 def _left_out(tree: Tree, folder: str, listed: set[str]) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatoken.analysis.machine import utc_text
 from megatoken.analysis.summary import summarise_run
-from megatoken.analysis.sweep import SWEEP, no_window, saturated, summarise_sweep
+from megatoken.analysis.sweep import SWEEP, no_window, saturated
 from megatoken.analysis.sweep_point import parts_of, point_figures
 from megatoken.config import RunConfig
 from megatoken.errors import MegatokenError, UsageError
@@ -123,8 +123,7 @@ class _Sweep:
     def _record(self, runs: list[Run], run: Run) -> bool:
         """Adds a run to the sweep and its document; returns whether it has something to count."""
         runs.append(run)
-        document = judged_sweep(summarise_sweep(runs, self.path.name), [one.result for one in runs])
-        write_text(self.path / SWEEP, to_json(document))
+        write_text(self.path / SWEEP, to_json(judged_sweep(runs, self.path.name)))
         if run.result["load"]["window_seconds"] is not None or self.stop.received:
             return True
         why = f"{run.path}: {no_window(run)['message']}"
