@@ -139,7 +139,8 @@ def notes(folder: RunFolder) -> Iterator[object]:
         facts = dict(result)
         if "late_seconds" not in by_code.get("DRIVER_CORE_WAIT", {"late_seconds": 0}):  # lateness was not looked at
             facts |= {"send_lag_seconds": None, "request_lag_seconds": None}
-        again |= {note["code"]: note for note in core_wait_notes(result.get("core_wait_share"), facts)}
+        limit = {"noted_late_seconds": 0.0} if "DRIVER_CORE_WAIT" in by_code else {}  # earlier versions noted 1 ms
+        again |= {note["code"]: note for note in core_wait_notes(result.get("core_wait_share"), facts, **limit)}
         due |= {code: code in again for code in ("CORE_WAIT", "DRIVER_CORE_WAIT")}
     due |= {code: code in again for code in ("NO_KERNELS", "BF16_WIDENED", "NO_GPU")}
     for code, wanted in due.items():

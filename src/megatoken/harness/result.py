@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 CORE_WAIT_SHARE = 0.05  # of the time; more is noted
-NOTED_LATE_SECONDS = 0.001  # at p99; a process that sends and waits for a core, but is no later, is not noted
+NOTED_LATE_SECONDS = 0.005  # at p99; a process that sends and waits for a core, but is no later, is not noted
 CLIENT_BUSY_SHARE = 0.9  # of a core, in the busiest second of a client process
 CLIENT_LATE_SHARE = 0.05  # of the looks of a client process at its clock, which may be late by over 10 ms
 SPARE = 2.0  # times the processes that a load would keep busy all the time
@@ -306,8 +306,13 @@ def engine_notes(engine: Mapping[str, Any], precision: str | None) -> list[Reaso
     return notes
 
 
-def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[Reason]:
-    """The note on a run with these facts whose process waited for a core for ``share`` of the time it wanted one."""
+def core_wait_notes(
+    share: float | None, facts: Mapping[str, Any], noted_late_seconds: float = NOTED_LATE_SECONDS
+) -> list[Reason]:
+    """The note on a run with these facts whose process waited for a core for ``share`` of the time it wanted one.
+
+    A process that only sends is noted if it was later than ``noted_late_seconds`` at p99.
+    """
     if share is None or share <= CORE_WAIT_SHARE:
         return []
     # Neither the replicas of a rack nor a server are part of this process.
@@ -317,7 +322,7 @@ def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[Reaso
     late = [part["p99"] for part in parts if part.get("p99") is not None]
     if facts.get("scenario") == "offline" or not late:  # all are due at once
         return [reason("DRIVER_CORE_WAIT", share=share)]
-    return [reason("DRIVER_CORE_WAIT", share=share, late_seconds=max(late))] if max(late) > NOTED_LATE_SECONDS else []
+    return [reason("DRIVER_CORE_WAIT", share=share, late_seconds=max(late))] if max(late) > noted_late_seconds else []
 
 
 def end_notes(facts: Mapping[str, Any], requests: pa.Table | None = None) -> list[Reason]:
