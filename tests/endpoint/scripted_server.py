@@ -135,6 +135,8 @@ class Server:
             for _ in range(100):
                 writer.write(chunk(b"data: " + b"x" * (1 << 20)))
                 await writer.drain()
+        elif word == "textless":
+            writer.write(STREAM + chunk(frame("", "stop")) + chunk(usage(0)) + chunk(DONE) + chunk(b""))
         elif word == "unfinished":
             writer.write(STREAM + chunk(frame("one ")) + chunk(b""))
         else:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from endpoint_support import answered, connected, prompts
 from scripted_server import Server, scripted_server
+
+from cli_support import call_here, write_lines
 
 
 @pytest.fixture
@@ -43,6 +46,13 @@ def test_what_a_server_does_is_found(server: Server) -> None:
             else:
                 assert code in found, (word, found)
                 assert found[code].get("answers", 10) == 10
+
+
+def test_answers_without_any_text_make_a_run_invalid(server: Server, tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "prompts.jsonl", *({"prompt": f"textless {at}"} for at in range(4)))
+    common = ("--endpoint", server.url, "--prompts", prompts, "--warm-up", 0, "--out", tmp_path / "runs")
+    code, out, err = call_here("run", "--min-duration", 0, "--endpoint.stream", "true", *common)
+    assert code == 3 and "NO_OUTPUT none of 4 answers has an output token" in out, out + err
 
 
 def test_an_answer_of_more_tokens_than_max_tokens_allows_fails_unless_only_its_end_token_is_counted_too(

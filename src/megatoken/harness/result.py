@@ -93,7 +93,9 @@ def concluded(
         failed_samples=int(samples.failed.sum()),
     )
     unmet, doubtful = unmet_rules(round_of(facts["rules"] or DEFAULT_ROUND, of), log, observed), doubts(log, observed)
-    verdict, reasons = judge(claimed, unmet, observed.failed_samples, len(samples), judged.reasons, doubtful)
+    verdict, reasons = judge(
+        claimed, unmet, observed.failed_samples, len(samples), [*no_output(samples), *judged.reasons], doubtful
+    )
     verdict, reasons = _without_replicas(verdict, reasons, lost_parts(facts))
     if saturated := saturated_client(facts, samples, limits):
         verdict, reasons = Verdict.INVALID, [*reasons, *saturated]
@@ -118,8 +120,9 @@ def concluded_soak(
     and ``SeriesRow``.
     """
     stability = judge_soak(facts, environment, requests, series)
-    failed = int(Samples.of(requests).failed.sum())
-    verdict, reasons = judge(False, [], failed, len(requests), stability["reasons"])
+    samples = Samples.of(requests)
+    wrong = [*no_output(samples), *stability["reasons"]]
+    verdict, reasons = judge(False, [], int(samples.failed.sum()), len(requests), wrong)
     before = [
         reason("LOST_REPLICAS", lost_replicas=one["lost_replicas"], at_seconds=one["at_seconds"])
         for one in facts["soak"]["interruptions"]
@@ -134,12 +137,18 @@ def concluded_point(facts: Mapping[str, Any], requests: pa.Table) -> dict[str, A
     rules, samples = facts["load"].get("rules"), Samples.of(requests)
     point = judge_point(PointRules(**rules), requests) if rules else None
     broken = point["broken"] if point else []
-    verdict, reasons = judge(point is not None, broken, int(samples.failed.sum()), len(requests))
+    verdict, reasons = judge(point is not None, broken, int(samples.failed.sum()), len(requests), no_output(samples))
     verdict, reasons = _without_replicas(verdict, reasons, lost_parts(facts))
     if saturated := saturated_client(facts, samples, None):
         verdict, reasons = Verdict.INVALID, [*reasons, *saturated]
     judged = {"ruled": point} if point else {}
     return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "doubts": [], **judged}
+
+
+def no_output(samples: Samples) -> list[Reason]:
+    """A reason if no answer has a token, so that nothing was measured but requests."""
+    tokens = samples.output_tokens[samples.completed]
+    return [reason("NO_OUTPUT", answers=len(tokens))] if len(tokens) and not tokens.any() else []
 
 
 def lost_parts(facts: Mapping[str, Any]) -> list[Reason]:

@@ -38,6 +38,7 @@ MEANING = {
 
 SHORTFALLS = {
     "FAILED_SAMPLES": "samples failed",
+    "NO_OUTPUT": "the answers are empty",
     "ACCURACY": "the answers are not accurate enough",
     "COMPLIANCE": "the compliance test did not pass",
     "CLIENT_SATURATED": "the client was the limit, not the server",
