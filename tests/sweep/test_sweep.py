@@ -419,7 +419,8 @@ def test_the_load_changes_within_one_run_and_each_stage_is_a_point(flags: list[o
 @pytest.mark.timing
 def test_a_trace_is_replayed_at_its_times(flags: list[object], tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
-    rows = "".join(f"{100 + i / 10},x,{5 + i % 3},{3 + i % 2},0,y\n" for i in range(40))
+    rows = "".join(f"{100 + i / 10},x,{5 + i % 3},{3 + i % 2},0,y\n" for i in range(39))
+    rows += "103.9,x,3000,3000,0,y\n103.9,x,5,0,0,y\n"
     trace.write_text(f"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n{rows}")
     only = [flag for flag in flags[: flags.index("--window")] if flag != flags[3]]
     only.remove("--lengths")
@@ -433,6 +434,9 @@ def test_a_trace_is_replayed_at_its_times(flags: list[object], tmp_path: Path) -
     due = np.sort(run.requests["scheduled_seconds"].to_numpy())
     assert len(due) == 40
     assert np.diff(due) == pytest.approx(0.025, abs=1e-4)
+    scaled, left_out = (note for note in document["notes"] if "row" in note)
+    assert scaled.startswith("1 of 40 rows exceeded the context of ")
+    assert left_out == "1 row without a prompt or an answer left out"
 
 
 def test_an_audit_of_a_point_finds_nothing(runs: list[Run]) -> None:

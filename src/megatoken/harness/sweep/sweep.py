@@ -65,7 +65,10 @@ def run_sweep(
                 "serves (--model DIR or SHAPE), and --endpoint.api completions"
             )
         sizes = {"vocabulary_size": model.shape.vocabulary_size, "max_length": model.max_length}
-        prepared = replace(prepared, data_set=plan.trace.dataset(**sizes, seed=config.seed))
+        replayed = plan.trace.dataset(**sizes, seed=config.seed)
+        others = [note for note in prepared.notes if note["message"] not in prepared.data_set.notes]
+        notes = (*others, *(reason("NOTE", text=note) for note in replayed.notes))
+        prepared = replace(prepared, data_set=replayed, notes=notes)
     progress.stage(f"warming up for {config.warm_up_seconds:g} s")
     first = next(plan.loads(1.0))
     data_set = plan.setup(first, prepared.data_set, (config.seed,), None).data_set
