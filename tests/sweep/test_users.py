@@ -9,7 +9,7 @@ from cli_support import call_here, make_checkpoint
 from megatoken.datasets.conversations import Conversation, Conversations, Turn, read_conversations
 from megatoken.datasets.requests import ChatRequest
 from megatoken.errors import DatasetError
-from megatoken.harness.sweep.users import Medium, Talk, Users
+from megatoken.harness.sweep.users import Medium, Talk, Users, _that_fit
 from megatoken.runs.run import read_run
 
 SECOND = 10**9
@@ -71,6 +71,20 @@ def test_messages_of_a_chat_alternate_and_users_think_between_turns() -> None:
         *(("system", "be short"), ("user", "hello")),
         *(("assistant", "answer 0"), ("user", "more")),
     )
+
+
+def test_words_that_no_tokenizer_counts_may_have_two_tokens_each() -> None:
+    """Those of the reference model's tokenizer have 1.6; a server refuses what exceeds its context."""
+    short, long = Conversation((Turn(40, 20), Turn(40, 20))), Conversation((Turn(41, 20),))
+    assert _that_fit(Talk(source(short, long), 0.0), 100, None, "chat").conversations == (short,)
+    assert _that_fit(Talk(source(short, long), 0.0), 100, None, "ids").conversations == (short, long)
+    users = users_of(Talk(source(short), 0.0), 1, "chat", 100)
+    users.start(0)
+    users.take_due(SECOND)
+    users.take(0, [], "an answer", 2)
+    users.ended(0, SECOND)
+    (request,) = users.data_set.requests
+    assert isinstance(request, ChatRequest) and len(request.messages) == 1  # of another conversation
 
 
 def test_files_of_conversations(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ ask at once. A user whose request fails, or whose history no longer fits the con
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ COMMON = (  # words of random texts: short, so about a token each
     " you were all her she there would their we him been has when who will no more if out so up said what its"
 )
 WORDS = COMMON.split()
+MOST_TOKENS_A_WORD = 2.0  # where no tokenizer counts: 1.6 by the reference model's, about 1 by larger ones
 STAGGER_SECONDS = 1.0  # over which users begin who do not pause
 
 
@@ -184,12 +186,13 @@ class Users:
         """Whether the next turn and its answer leave room."""
         turn = user.talk.turns[user.turn]
         length = len(user.history) if self._medium == "ids" else self._about(user)
-        return self._max_length is None or length + turn.tokens + turn.answer_tokens <= self._max_length
+        next_turn = math.ceil(_tokens_a_word(turn, self._tokenizer, self._medium) * turn.tokens)
+        return self._max_length is None or length + next_turn + turn.answer_tokens <= self._max_length
 
     def _about(self, user: _User) -> int:
-        """Tokens of messages: by the tokenizer, else a token a word."""
+        """Tokens of messages: by the tokenizer, else the most that their words may have."""
         words = " ".join(content for _, content in user.messages)
-        return len(self._encode(words)) if self._tokenizer else len(words.split())
+        return len(self._encode(words)) if self._tokenizer else math.ceil(MOST_TOKENS_A_WORD * len(words.split()))
 
     def _request(self, at: int) -> Request:
         user = self._users[at]
@@ -279,19 +282,25 @@ def users_plan(values: tuple[float, ...], talk: Talk, phases: Phases, prepared: 
     longest = model.max_length
     size = model.shape.vocabulary_size if model.shape else 0
     if longest is not None:
-        talk = replace(talk, conversations=_that_fit(talk, longest, prepared.tokenizer))
+        talk = replace(talk, conversations=_that_fit(talk, longest, prepared.tokenizer, medium))
     phases = replace(phases, warm_up_seconds=phases.warm_up_seconds + talk.think_seconds)  # until all users have begun
     return UsersPlan(values, talk, phases, medium, prepared.tokenizer, size, longest)
 
 
-def _that_fit(talk: Talk, longest: int, tokenizer: Tokenizer | None) -> Conversations:
-    """The conversations whose first turn and answer fit a context."""
+def _tokens_a_word(turn: Turn, tokenizer: Tokenizer | None, medium: Medium) -> float:
+    """The most real tokens of each token that a turn is said to have."""
+    return 1.0 if medium == "ids" or (tokenizer and turn.text is not None) else MOST_TOKENS_A_WORD
+
+
+def _that_fit(talk: Talk, longest: int, tokenizer: Tokenizer | None, medium: Medium) -> Conversations:
+    """The conversations whose first turn and answer fit a context, however many tokens words have that none counted."""
     source = talk.conversations
 
     def fits(one: Conversation) -> bool:
         system = len(tokenizer.encode(one.system, add_special=False)) if one.system and tokenizer else 0
         first = one.turns[0]
-        return talk.shared_prefix_tokens + system + first.tokens + first.answer_tokens <= longest
+        prompt = _tokens_a_word(first, tokenizer, medium) * (talk.shared_prefix_tokens + first.tokens) + system
+        return prompt + first.answer_tokens <= longest
 
     kept = tuple(one for one in source.conversations if fits(one))
     if not kept:
@@ -302,7 +311,6 @@ def _that_fit(talk: Talk, longest: int, tokenizer: Tokenizer | None) -> Conversa
     left_out = len(source.conversations) - len(kept)
     if not left_out:
         return source
-    note = (
-        f"{count_of(left_out, 'conversation')} whose first turn and answer exceed the context of {longest:,} left out"
-    )
+    count, context = count_of(left_out, "conversation"), f"the context of {longest:,} tokens"
+    note = f"{count} left out, whose first turn and answer may exceed {context}"
     return replace(source, conversations=kept, notes=(*source.notes, note))
