@@ -94,7 +94,7 @@ def sweep(
         str | None,
         flag("endpoints-v1.0", "Claim the rules of MLPerf Endpoints: verdicts for each point and the curve."),
     ] = None,
-    seed_set: Annotated[str, flag("ID", "Published seed set, with --rules.")] = "A",
+    seed_set: Annotated[str | None, flag("ID", "Published seed set, with --rules. Default: A.")] = None,
     disclosures: Annotated[
         Path | None, flag("FILE", "What a submitter states for each point (YAML); goes into point.yaml.")
     ] = None,
@@ -111,13 +111,19 @@ def sweep(
 
     One load after the other, closed loop or open loop; finds the knee.
     """
+    if window is not None and not 1 <= window <= 86_400:
+        raise UsageError(f"--window {window:g}: expected 1 to 86,400 seconds")
+    if not 0 <= settle <= 86_400:
+        raise UsageError(f"--settle {settle:g}: expected 0 to 86,400 seconds")
     config = _config(config_file, ctx.meta[FLAGS], rack, slo)
     other_load = _neighbour(neighbour, rules, config)
     if rules is not None:
         claim = _claim(
-            rules, seed_set, disclosures, concurrency, window, config, others=[trace, speed, rates, burstiness]
+            rules, seed_set or "A", disclosures, concurrency, window, config, others=[trace, speed, rates, burstiness]
         )
         return measure_and_show(config, claim, dry_run=dry_run, json_only=json_only)
+    if disclosures is not None or seed_set is not None:
+        raise UsageError("--disclosures and --seed-set go with --rules")
     if users is not None:
         others = [trace, speed, rates, burstiness, concurrency]
         asked = _talk(users, conversations, profile, think, shared_prefix, settle, window, config, others, other_load)
@@ -126,7 +132,7 @@ def sweep(
         raise UsageError("--conversations, --profile, --think and --shared-prefix go with --users")
     plan: SweepPlan | StagesPlan
     if trace is not None or speed is not None:
-        plan = _replay(trace, speed, settle, others=[concurrency, rates, burstiness])
+        plan = _replay(trace, speed, settle, others=[concurrency, rates, burstiness, window])
     else:
         plan = _plan(concurrency, rates, arrivals, burstiness, window, settle)
 
@@ -244,8 +250,6 @@ def _claim(
         raise UsageError(f"--seed-set {seed_set}: published are {', '.join(known['seed_sets'])}")
     if config.repeat != 1:
         raise UsageError(f"--rules {rules}: a curve has each point once; leave out --repeat")
-    if window is not None and window < 1:
-        raise UsageError("--window: at least 1 second")
     most = min(LARGEST_CONCURRENCY, config.endpoint.max_in_flight)
     values = chosen_points(most)
     if concurrency is not None:
@@ -286,7 +290,9 @@ def _replay(trace: Path | None, speed: str | None, settle: float, others: list[o
     from megatoken.harness.sweep.point import Phases
 
     if trace is None or any(other is not None for other in others):
-        raise UsageError("--trace FILE brings its own load; --speed goes with it, --concurrency and --rates do not")
+        raise UsageError(
+            "--trace FILE brings its own load; --speed goes with it, --concurrency, --rates and --window do not"
+        )
     values = values_of("--speed", speed or "1", whole=False)
     return SweepPlan("speed", values, "poisson", 1.0, Phases(settle, None), read_trace(trace))
 
@@ -308,7 +314,7 @@ def _plan(
     if rates is None and arrivals != "poisson":
         raise UsageError("--arrivals: only for an open loop; give --rates")
     if burstiness is not None and (arrivals != "gamma" or not 0 < burstiness < 1000):
-        raise UsageError("--burstiness: a number above zero, with --arrivals gamma")
+        raise UsageError(f"--burstiness {burstiness:g}: expected a number above zero, with --arrivals gamma")
     shape = 0.5 if burstiness is None else burstiness
     if are_stages(concurrency or rates or "") and window is not None:
         raise UsageError("--window: stages have their own lengths; leave it out")
@@ -317,8 +323,6 @@ def _plan(
     if rates is not None and are_stages(rates):
         return StagesPlan("rate", stages_of("--rates", rates, whole=False), arrivals, shape)
     window = 10.0 if window is None else window
-    if not 1 <= window <= 86_400 or not 0 <= settle <= 86_400:
-        raise UsageError("--window: from 1 to 86,400 seconds; --settle: from 0 to 86,400 seconds")
     if rates is not None:
         values = () if rates == "auto" else values_of("--rates", rates, whole=False)
     else:
