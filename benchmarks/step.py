@@ -244,9 +244,11 @@ def measure(options: Options) -> dict[str, Any]:
         result = rates(steady)
         run_power = power.between(steady[0].seconds, time.monotonic())
     host_ms = load.host_milliseconds()
+    runner = cast(ModelRunner, engine._runner)
+    screened, runner._screened = runner._screened, None  # it makes no whole logits
     recorder.check_logits = True
     load.steps(1)
-    recorder.check_logits = False
+    recorder.check_logits, runner._screened = False, screened
     finite = bool(recorder.logits_finite) and all(bool(one) for one in recorder.logits_finite)
     parts, kernels = trace_steps(options, load, recorder, Ceilings(bound, bf16_rate, copy_rate))
     state = engine.state()

@@ -35,7 +35,7 @@ _NAMES = (
     (GATE_UP, re.compile(r"^gated_product")),  # with the activation
     (ACTIVATION, re.compile(r"^_silu_mul")),
     (ROTATION, re.compile(r"^_rotate_and_write")),
-    (ARGMAX, re.compile(r"^_argmax")),
+    (ARGMAX, re.compile(r"^_argmax|^_highest_of_blocks|^_decide")),
     (_PRODUCT, re.compile(r"gemm|nvjet|cutlass|cublas|splitk|matmul", re.IGNORECASE)),
 )
 

@@ -1,6 +1,6 @@
 import re
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -26,11 +26,14 @@ def test_engine_section_is_the_engines_configuration() -> None:
     section, served = (
         {name: field.default for name, field in one.model_fields.items()} for one in (EngineSection, ServeEngineSection)
     )
-    engine = {field.name: field.default for field in fields(EngineConfig) if field.name != "precision"}
+    others = ("precision", "throughput_only")  # of the run
+    engine = {field.name: field.default for field in fields(EngineConfig) if field.name not in others}
     assert served == engine | {"prefix_cache": True, "record_seconds": RECORD_SECONDS}
-    # A run is one group, and what it records follows from its target for the time of steps.
+    # A run is one group, and always records.
     assert section == {name: value for name, value in engine.items() if name not in ("fair_slowdown", "record_seconds")}
-    assert RunConfig().engine_config() == EngineConfig()
+    own = {"record_seconds": RECORD_SECONDS, "throughput_only": True}
+    assert RunConfig().engine_config() == EngineConfig(**own)
+    assert RunConfig(scenario="server").engine_config() == EngineConfig(**own | {"throughput_only": False})
 
 
 def test_every_key_says_what_it_is_for() -> None:
@@ -44,7 +47,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         path, {"samples": "9", "engine.max-batched-tokens": "32", "min-duration": "2.5", "precision": "fp32"}
     )
     assert (config.model, config.samples, config.min_duration_seconds) == ("125m", 9, 2.5)
-    assert config.engine_config() == EngineConfig(precision="fp32", max_batched_tokens=32, page_size=16)
+    sizes = {"max_batched_tokens": 32, "page_size": 16}
+    assert config.engine_config() == replace(RunConfig().engine_config(), precision="fp32", **sizes)
 
 
 def test_a_flag_can_set_a_value_back_to_null(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from megatoken.engine.config import DEFAULT_PRECISION, REFERENCE, EngineConfig, Precision
+from megatoken.engine.config import DEFAULT_PRECISION, RECORD_SECONDS, REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.engine.schemes import find_scheme, unknown_precision
 from megatoken.errors import ConfigError
@@ -241,8 +241,9 @@ class RunConfig(Section):
     )
 
     def engine_config(self) -> EngineConfig:
-        """The settings of the engine, as its own type."""
-        return EngineConfig(precision=self.precision or DEFAULT_PRECISION, **self.engine.model_dump())
+        """The settings of the engine, as its own type. Short steps are recorded before the run."""
+        own = {"record_seconds": RECORD_SECONDS, "throughput_only": self.scenario == "offline"}
+        return EngineConfig(precision=self.precision or DEFAULT_PRECISION, **self.engine.model_dump(), **own)
 
 
 class AnswerConfig(Section):

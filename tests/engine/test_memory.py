@@ -214,6 +214,15 @@ def test_defaults_follow_model_and_machine() -> None:
     assert tight.pages < plan.pages
 
 
+@pytest.mark.parametrize(("shape", "tokens"), [("llama3.1-8b", 4096), ("llama2-70b", 1536), ("gpt-oss-20b", 2048)])
+def test_steps_are_longer_where_no_answer_is_waited_for(shape: str, tokens: int) -> None:
+    config = EngineConfig(precision="fp8", throughput_only=True)
+    plan = plan_memory_of(SHAPES[shape], config, "cuda", 140 * 10**9)
+    assert (plan.max_batched_tokens, plan.max_sequences) == (tokens, tokens * 3 // 4)
+    waited_for = plan_memory_of(SHAPES[shape], replace(config, throughput_only=False), "cuda", 140 * 10**9)
+    assert waited_for.max_batched_tokens == min(tokens, 2048)
+
+
 def test_no_plan_takes_more_than_the_machine_has() -> None:
     plan = plan_memory(SHAPES["tiny"], EngineConfig(memory_bytes=10**15))
     assert plan.total_bytes <= plan.available_bytes <= psutil.virtual_memory().total

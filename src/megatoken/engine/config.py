@@ -242,6 +242,7 @@ class EngineConfig:
     prefix_cache: bool = False
     fair_slowdown: float | None = FAIR_SLOWDOWN
     record_seconds: float | None = None
+    throughput_only: bool = False  # no answer is waited for, so steps may be long
 
     @property
     def recording_seconds(self) -> float:

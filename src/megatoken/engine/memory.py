@@ -52,6 +52,8 @@ GPU_PAGE_SIZES = (16, 32, 64, 128)
 LARGE_MODEL_PARAMETERS = 30e9
 LARGE_MODEL_TOKENS_ON_GPU = 1536  # on one GPU, where a smaller step leaves more cache; see docs/performance.md. Not for
 # mixtures, whose experts get only a part of a step's tokens each.
+THROUGHPUT_TOKENS_ON_GPU = 4096
+"""Of a smaller model whose steps may be long: the host's work and the reading of weights are shared by more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +197,10 @@ def plan_memory_of(
         max_length = min(max_length, given_pages * page_size)
     default_rows = DEFAULT_MAX_BATCHED_TOKENS[device]
     weights = weight_bytes(model, scheme, device) - packed_saves
-    if screens_head(model, scheme, device, config.tensor_parallel):
-        weights += model.vocabulary_size * (model.hidden_size + 4)
     if on_gpu and config.tensor_parallel == 1 and model.experts is None and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_TOKENS_ON_GPU
+    elif on_gpu and config.tensor_parallel == 1 and model.experts is None and config.throughput_only:
+        default_rows = THROUGHPUT_TOKENS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:
         default_rows = LARGE_WEIGHTS_TOKENS_ON_CPU
     max_batched_tokens = config.max_batched_tokens or default_rows
@@ -213,6 +215,8 @@ def plan_memory_of(
     process = GPU_LIBRARY_BYTES if on_gpu else PROCESS_BYTES
     if on_gpu and config.tensor_parallel > 1:
         process += GPU_COLLECTIVES_BYTES
+    if screens_head(model, scheme, device, config.tensor_parallel):
+        process += model.vocabulary_size * (model.hidden_size + 4)
     if on_gpu and config.cuda_graphs:
         rows = graph_tokens(model, scheme, max_batched_tokens)[-1]
         graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, rows + GRAPH_CHUNKS, max_length)
