@@ -88,7 +88,7 @@ def test_whole_runs_of_an_h200(name: str) -> None:
     if "70b" in name and "clock_mhz" in run:  # of the steady window, where a run was long enough to have one
         assert clock / seconds == pytest.approx(run["clock_mhz"], rel=0.03)
     if run.get("recomputed_tokens") == 0 and "resident_sequences_highest" in run:
-        # The same scheduler, in a cache that a copy of the head takes a part of since then; the run looked once a second.
+        # The same scheduler, in a cache that is smaller by a copy of the head since then; the run looked once a second.
         assert 0.98 * residents <= run["resident_sequences_highest"] <= 1.01 * residents
 
 
