@@ -133,6 +133,14 @@ def test_a_load_whose_limits_too_few_answers_show_is_not_within_them_and_the_pla
         choose(sweep([unknown]), (1.0, 1.0), "p99")
 
 
+@pytest.mark.parametrize(("answers", "shown"), [(300, 0), (662, 2)])
+def test_a_plan_shows_no_p99_that_too_few_answers_show(answers: int, shown: int, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep([few(2, 20, answers)])))
+    code, out, err = call_here("plan", "capacity", "--sweep", tmp_path, "--percentile", "p90", "--json")
+    assert code == 0, err
+    assert len([one for one in json.loads(out)["results"] if one["name"].endswith(", p99")]) == shown
+
+
 @pytest.mark.parametrize(
     "command",
     [

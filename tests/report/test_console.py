@@ -275,6 +275,16 @@ def test_a_table_wider_than_the_terminal_becomes_records():
     assert console.file.getvalue() == f"{'a' * 30}\n  duration: {'1' * 30} s\n"
 
 
+def test_columns_move_together_before_a_table_becomes_records_whose_first_number_has_its_name():
+    table = Table("t", tuple(Column(f"n{at}", numeric=True) for at in range(9)), (("1" * 6,) * 9,) * 2)  # 54 and gaps
+    for width, grid in ((78, True), (70, True), (69, False)):
+        console = Console(file=io.StringIO(), width=width)
+        show_table(table, console)
+        text = console.file.getvalue()
+        assert ("──" in text, text.startswith("n0 111111\n  n1: 111111; n2: ")) == (grid, not grid)
+        assert max(map(len, text.splitlines())) <= width
+
+
 def test_a_cell_is_never_folded_into_a_tower():
     """A grid would fit, but its one sentence would stand in a column of a few letters."""
     columns = (Column("name"), Column("value", "W", numeric=True), Column("unit"), Column("why"))

@@ -59,7 +59,9 @@ def test_every_point_and_the_curve_have_their_reasons(swept: Path, runs: list[Ru
         assert not codes(run.reasons) & {"PARTIAL_PASS", "NOT_SALTED", "TOKENS_NOT_COUNTED", "SEED_SET"}
     assert "MIN_DURATION" in codes(runs[2].reasons)
     assert codes(runs[0].reasons) & {"SHORT_WINDOW", "NO_STEADY_STATE"}
-    assert "MLPerf Endpoints" in (swept / "sweep.html").read_text()
+    page = (swept / "sweep.html").read_text()
+    assert "MLPerf Endpoints" in page and "User p10 is 1 / TPOT p90" in page
+    assert "the data set has 12 rows, which the rules take as the concurrency of the Offline run: fewer" in page
 
 
 def test_requests_come_in_whole_passes_and_the_verdict_follows_from_the_rows(runs: list[Run]) -> None:

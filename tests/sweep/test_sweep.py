@@ -253,6 +253,18 @@ def test_the_terminal_shows_the_points(swept: Path, capsys: pytest.CaptureFixtur
     assert "requests at once" in shown
 
 
+def test_the_rate_that_came_due_stands_next_to_the_rate_asked_for(
+    swept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads((swept / "sweep.json").read_text()) | {"load_kind": "rate", "load_unit": "requests/s"}
+    for point in document["points"]:
+        point |= {"kind": "rate", "offered_requests_per_second": 1.5 * point["value"]}
+    show(checked(document))
+    out = capsys.readouterr().out
+    assert "highest, at 3 requests/s, of which 4.50 came due ·" in out.replace("4.5 ", "4.50 ")
+    assert "Due: requests that came due within the window, a second." in out
+
+
 def test_a_load_that_was_interrupted_is_not_called_steady(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads((swept / "sweep.json").read_text())
     for point in document["points"]:

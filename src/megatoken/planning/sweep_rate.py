@@ -245,16 +245,17 @@ def _latencies(load: Load, percentile: str) -> str:
 
 
 def _verdict(chosen: Chosen) -> Verdict:
-    """The service level as kept: the load was chosen by it. Medians stand for means."""
+    """The service level as kept: the load was chosen by it. Medians stand for means; too few answers show no p99."""
     point = chosen.load.points[0]
     good = point["goodput"] or {}
+    p99s_known = chosen.load.undecided("p99") is None
     return Verdict(
         kept=True,
         why=chosen.why,
         ttft_mean_seconds=point["ttft_seconds"]["p50"],
         tpot_mean_seconds=point["tpot_seconds"]["p50"],
-        ttft_p99_seconds=point["ttft_seconds"]["p99"],
-        tpot_p99_seconds=point["tpot_seconds"]["p99"],
+        ttft_p99_seconds=point["ttft_seconds"]["p99"] if p99s_known else None,
+        tpot_p99_seconds=point["tpot_seconds"]["p99"] if p99s_known else None,
         good_share=None,
         good_requests_per_second=good.get("samples_per_second"),
         good_output_tokens_per_second=good.get("output_tokens_per_second"),

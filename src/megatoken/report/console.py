@@ -63,7 +63,7 @@ MOST_ROWS = 40
 NARROWEST_TEXT = 14
 WIDEST_NAME = 32  # of a first column: a name within it is not broken in mid-word
 TALLEST_CELL = 7  # lines
-GAP = 3  # characters between columns
+GAP, NARROW_GAP = 3, 2  # characters between columns; the second where a table has no room for the first
 TONES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "plain": "bold cyan", "quiet": "bold"}
 
 
@@ -80,13 +80,14 @@ def show(subject: Run | Document | Mapping[str, Any], console: Console | None = 
 
 
 def show_table(table: Table, console: Console | None = None) -> None:
-    """Print one table and its note; as records, a line for each cell, where the terminal is too narrow."""
+    """Print one table and its note; as records, lines of cells with their names, where the terminal is too narrow."""
     console = console or Console(highlight=False)
-    if table.kinds or not _fits(table, console.width):
+    gap = next((gap for gap in (GAP, NARROW_GAP) if _fits(table, console.width, gap)), None)
+    if table.kinds or gap is None:
         for indent, line in _records(table, console.width):
             _print_line(line, indent, console)
     else:
-        console.print(_grid(table, console.width))
+        console.print(_grid(table, console.width, gap))
     if table.note:
         console.print(Text(clean(table.note), style="dim"), soft_wrap=True)
 
@@ -257,9 +258,9 @@ def _shortened(table: Table) -> Table:
     return replace(table, rows=table.rows[:MOST_ROWS], kinds=table.kinds[:MOST_ROWS], note=note)
 
 
-def _grid(table: Table, width: int) -> RichTable:
-    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    natural = sum(_natural_width(table, index) + GAP for index in range(len(table.columns))) - GAP
+def _grid(table: Table, width: int, gap: int = GAP) -> RichTable:
+    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=gap < GAP)
+    natural = sum(_natural_width(table, index) + gap for index in range(len(table.columns))) - gap
     for index, column in enumerate(table.columns):
         head = "\n".join(filter(None, (clean(column.name), clean(column.unit))))
         if column.numeric:
@@ -294,6 +295,8 @@ def _records(table: Table, width: int) -> Iterator[tuple[int, Text]]:
     """
     for first, *others in table.rows:
         head = _rich(first)
+        if table.columns[0].numeric:  # a number alone says nothing
+            head = Text(f"{clean(table.columns[0].name)} ") + head
         if isinstance(first, str):
             head.stylize("bold")
         title, *lines = head.split()
@@ -321,10 +324,10 @@ def _packed(texts: list[str], width: int) -> Iterator[str]:
         yield line
 
 
-def _fits(table: Table, width: int) -> bool:
+def _fits(table: Table, width: int, gap: int) -> bool:
     """Whether a grid of ``width`` characters is readable: columns fit, and no cell becomes a tower of short lines."""
     widths = [_column_width(table, index) for index in range(len(table.columns))]
-    gaps = GAP * (len(widths) - 1)
+    gaps = gap * (len(widths) - 1)
     if sum(widths) + gaps > width:
         return False
     texts = [index for index, column in enumerate(table.columns) if not column.numeric]

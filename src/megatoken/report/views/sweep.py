@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatoken.analysis.sweep import UNITS
 from megatoken.report.blocks import (
     Badge,
     Block,
@@ -32,6 +33,8 @@ from megatoken.report.views.load_charts import Sweep, load_figures, per_machine,
 from megatoken.text import ABSENT, precise
 
 STAGE = "stage"  # unit of a load that changes within one run
+OPEN_LOOPS = (UNITS["rate"], UNITS["speed"])  # units of loads whose requests come due by chance or by a trace
+CHANCE_SHARE = 0.1  # of a rate, by which that of the requests in a window may differ without a word
 LATENCIES = {
     "TTFT": ("ms", "ttft_seconds", 1000.0),
     "TTFT from send": ("ms", "ttft_from_send_seconds", 1000.0),
@@ -149,8 +152,18 @@ def _headline(document: Document, sweep: Sweep) -> Iterator[Headline]:
     rate, peak = found.number("peak_output_tokens_per_second"), found.number("peak")
     if rate is not None:
         of = [document.text(name) for name in ("model", "precision", "hostname")]
-        at = f"highest, {'in ' if sweep.unit == STAGE else 'at '}{_load(peak, sweep)}"
+        at = f"highest, {'in ' if sweep.unit == STAGE else 'at '}{_load(peak, sweep)}{_came_due(peak, sweep)}"
         yield Headline(precise(rate), "output tokens/s", " · ".join(filter(None, (at, *of))))
+
+
+def _came_due(rate: float | None, sweep: Sweep) -> str:
+    """How many requests a second came due at a rate, where chance made that another rate; empty elsewhere."""
+    points = [point.number("offered_requests_per_second") for point in sweep.points if point.number("value") == rate]
+    known = [offered for offered in points if offered is not None]
+    if sweep.unit != UNITS["rate"] or not rate or not known:
+        return ""
+    offered = sum(known) / len(known)
+    return f", of which {precise(offered)} came due" if abs(offered - rate) > CHANCE_SHARE * rate else ""
 
 
 def _load(load: float | None, sweep: Sweep) -> str:
@@ -273,6 +286,7 @@ def _points_table(document: Document, sweep: Sweep) -> Table:
     """What a reader compares first; narrow enough for a terminal."""
     fields = (
         figure(_load_title(sweep), "value"),
+        *([figure("Due", "offered_requests_per_second", "1/s")] if sweep.unit in OPEN_LOOPS else []),
         Field("Output", per_machine, "tokens/s", numeric=True),
         figure("Done", "requests_per_second", "1/s"),
         Field("User", lambda point: point.part("user_tokens_per_second").number("p50"), "tokens/s", numeric=True),
@@ -283,6 +297,8 @@ def _points_table(document: Document, sweep: Sweep) -> Table:
         Field("State", _state),
     )
     note = f"{_load_note(sweep, '; ')}Output is {rate_unit([sweep])}; User is the rate of the median user's answer."
+    if sweep.unit in OPEN_LOOPS:
+        note += " Due: requests that came due within the window, a second."
     table = table_of("Points", sweep.points, fields, stacked=True, note=note)
     return replace(table, note=f"{note} {UNRELIABLE_NOTE}") if _has_star(table.rows) else table
 
