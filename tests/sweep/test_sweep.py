@@ -88,6 +88,9 @@ def test_an_edited_document_is_found_by_an_audit_and_refused_by_a_plan(swept: Pa
     code, _, err = call_here("plan", "capacity", "--sweep", copy, *limits)
     assert code == 2 and wrong in err and f"megatoken report {copy} rebuilds it" in err
     (tmp_path / "alone.json").write_text(json.dumps(document))
+    (copy / "sweep.json").write_text(json.dumps(document)[:-1])
+    code, out, _ = call_here("audit", copy, "--full")
+    assert code == 3 and "Found: is not JSON" in out
     assert call_here("plan", "capacity", "--sweep", tmp_path / "alone.json", *limits)[0] == 0
     assert call_here("report", copy)[0] == 0
     assert call_here("plan", "capacity", "--sweep", copy, *limits)[0] == 0

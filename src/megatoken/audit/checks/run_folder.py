@@ -28,6 +28,7 @@ from megatoken.text import count_of
 
 AS_SEALED = "every file as it was sealed"
 COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")  # of repeats
+TOGETHER = "what the run folders next to it give together"
 MOST_REPEATS = 1_000
 
 
@@ -237,7 +238,6 @@ def check_repeats(tree: Tree) -> Iterator[Outcome]:
 
 
 def _repeats(tree: Tree, folder: str, where: tuple[Where, ...]) -> Outcome:
-    expected = "what the run folders next to it give together"
     try:
         stored, _, _ = read_json_object(tree.path(below(folder, REPEATS)))
         names = stored.get("runs")
@@ -246,40 +246,46 @@ def _repeats(tree: Tree, folder: str, where: tuple[Where, ...]) -> Outcome:
         runs = [read_run(tree.path(below(folder, str(name)))) for name in names]
         again: Mapping[str, Any] = plain(summarise_repeats(runs, len(runs)))
     except (UnreadableError, MegatokenError) as error:
-        return outcome(False, expected, shown(str(error)), where)
+        return outcome(False, TOGETHER, shown(str(error)), where)
     except Exception as error:  # results of no run can break any step of the arithmetic
-        return outcome(False, expected, shown(f"{type(error).__name__}: {error}"), where)
+        return outcome(False, TOGETHER, shown(f"{type(error).__name__}: {error}"), where)
     wrong = [name for name in COMPARED if any(differences(stored.get(name), again[name], name))]
     left_out = _left_out(tree, folder, {run.path.name for run in runs})
     found = [f"other {name}" for name in wrong] + [f"{name} is left out" for name in left_out]
     where += places(*(below(folder, name) for name in left_out))
     severity = Severity.FAIL if wrong else Severity.WARN  # a kill can come before this file is written
-    return free_of(found, expected, f"{count_of(len(runs), 'run')}, all agree", where, severity)
+    return free_of(found, TOGETHER, f"{count_of(len(runs), 'run')}, all agree", where, severity)
 
 
 @check("run_folder.sweep", "The document of a sweep follows from its points", "Plans and pages rest on it.")
 def check_sweeps(tree: Tree) -> Iterator[Outcome]:
-    """Every sweep.json of ours; other tools may give a file of theirs that name."""
+    """Every sweep.json of ours; a file of that name without run folders next to it may be of another tool."""
+    parents = {folder.rpartition("/")[0] for folder in run_folders_in(tree) if folder}
     for folder in tree.holding(SWEEP):
-        stored = json_values(tree, below(folder, SWEEP)) or {}
+        where = places(below(folder, SWEEP))
+        try:
+            stored, _, _ = read_json_object(tree.path(below(folder, SWEEP)))
+        except UnreadableError as error:
+            if folder in parents:
+                yield outcome(False, TOGETHER, shown(str(error)), where)
+            continue
         if stored.get("kind") == "sweep":
-            yield _sweep(tree, folder, stored, places(below(folder, SWEEP)))
+            yield _sweep(tree, folder, stored, where)
 
 
 def _sweep(tree: Tree, folder: str, stored: Mapping[str, Any], where: tuple[Where, ...]) -> Outcome:
-    expected = "what the run folders next to it give together"
     try:
         listed = listed_runs(stored, tree.path(folder))
         wrong = list(unlike_its_runs(stored, listed))
     except (UnreadableError, MegatokenError) as error:
-        return outcome(False, expected, shown(str(error)), where)
+        return outcome(False, TOGETHER, shown(str(error)), where)
     except Exception as error:  # results of no run can break any step of the arithmetic
-        return outcome(False, expected, shown(f"{type(error).__name__}: {error}"), where)
+        return outcome(False, TOGETHER, shown(f"{type(error).__name__}: {error}"), where)
     left_out = _left_out(tree, folder, {run.name for run in listed})
     found = wrong + [f"{name} is left out" for name in left_out]
     where += places(*(below(folder, name) for name in left_out))
     severity = Severity.FAIL if wrong else Severity.WARN  # a kill can come before this file is written
-    return free_of(found, expected, f"{count_of(len(listed), 'run')}, all agree", where, severity)
+    return free_of(found, TOGETHER, f"{count_of(len(listed), 'run')}, all agree", where, severity)
 
 
 def _left_out(tree: Tree, folder: str, listed: set[str]) -> list[str]:
