@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,25 @@ def test_a_stop_signal_lets_streams_finish_and_refuses_new_ones() -> None:
         assert answer.status == 503 and int(answer.headers["retry-after"]) >= 1
         assert read_until_closed(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert server.process.wait(ANSWER_SECONDS) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])  # by which the command raises one it put off
+def test_a_server_stopped_before_it_is_ready_ends_with_one_code_and_in_its_own_words(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "megatoken", "serve", "--port", "0", *MOCK]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline()]
+        children = psutil.Process(process.pid).children
+        wait_until(lambda: len(children()) == 2, "both processes have started")
+        started = children()
+        os.killpg(process.pid, number)  # as a terminal does
+        lines += process.stderr.readlines()
+        assert process.wait(ANSWER_SECONDS) == 130
+        assert not [child for child in started if child.is_running()]
+    assert [line.partition(",")[0].strip() for line in lines] == [
+        "megatoken: loading reference",
+        "megatoken: stopping: another signal ends at once",
+    ]
 
 
 def test_a_second_signal_ends_the_server_at_once() -> None:

@@ -37,6 +37,7 @@ from megatoken.serve.options import (
 from megatoken.serve.rack_plan import VISIBLE, slots_on, this_machine, visible_gpus
 from megatoken.serve.tenants import KEY_VARIABLE, Keys, load_keys
 from megatoken.serve.tls import tls_context
+from megatoken.signals import handle_stop_signals
 
 BACKLOG = 4096
 MOST_QUICK_DEATHS = 5
@@ -61,7 +62,12 @@ def serve(options: ServeConfig) -> int:
         sockets = _listen(options)
         rack = None if options.rack.cluster is None else _plan_rack(options, Path(folder) / "replicas.sock")
         supervisor = _Supervisor(options, keys, sockets, Path(folder) / "engine.sock", rack)
-        return asyncio.run(supervisor.run())
+        # The handlers of the command raise KeyboardInterrupt, or do so by SIGALRM after an import. Raised in the event
+        # loop, that ends a task but not its process, for which the loop then waits.
+        early: list[int] = []
+        numbers = [*handle_stop_signals(lambda number, _: early.append(number)), signal.SIGALRM]
+        signal.signal(signal.SIGALRM, lambda number, _: early.append(number))
+        return asyncio.run(supervisor.run(numbers, early))
 
 
 @dataclass(frozen=True)
@@ -132,31 +138,33 @@ class _Supervisor:
         self._began = time.monotonic()
         self._log = AccessLog(as_json=options.json_logs, quiet=False)  # never waits for the reader of standard error
 
-    async def run(self) -> int:
+    async def run(self, signals: Sequence[int], early: Sequence[int]) -> int:
+        """Serve until one of ``signals`` comes; ``early`` came before the event loop could handle them."""
         loop = asyncio.get_running_loop()
-        signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            signals.append(signal.SIGHUP)
         for number in signals:
             loop.add_signal_handler(number, self._on_signal)
         self._warn()
         self._log.note(f"loading {self._options.model}, to serve it on {self._url()}")
+        for _ in early:
+            self._on_signal()
         keeping = [loop.create_task(self._keep_engine())]
         if self._rack is not None:
             self._replicas_left = len(self._rack.slots)
             keeping += [loop.create_task(self._keep_replica(number)) for number in range(self._replicas_left)]
         keeping += [loop.create_task(self._keep_http(at)) for at in range(len(self._listeners))]
         await self._stopping.wait()
-        await self._drain()
+        if self._announced or self._failure is not None or self._rack is not None:
+            await self._drain()
         for child in list(self._children):
             child.kill()
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
+        await asyncio.gather(*(child.process.wait() for child in self._children))
         self._log.close()
         if self._failure is not None:
             raise self._failure
-        return ExitCode.INTERRUPTED if self._ended_at_once else ExitCode.OK
+        return ExitCode.INTERRUPTED if self._ended_at_once or not self._announced else ExitCode.OK
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
@@ -165,7 +173,8 @@ class _Supervisor:
             for child in list(self._children):
                 child.kill()
             return
-        self._log.note("stopping: open answers are finished first; another signal ends at once")
+        answers = "open answers are finished first; " if self._announced else ""
+        self._log.note(f"stopping: {answers}another signal ends at once")
         self._stopping.set()
 
     def _warn(self) -> None:
@@ -179,14 +188,15 @@ class _Supervisor:
     async def _drain(self) -> None:
         for child in self._http:
             child.stop()
-        if self._failure is not None:  # the process in front of replicas sends every open answer its error
+        answering = self._announced and self._failure is None
+        if not answering:  # the process in front of replicas sends every open answer its error
             for child in self._children - self._http:
                 child.stop()
-        seconds = ERRORS_SECONDS if self._failure is not None else self._options.drain_seconds
+        seconds = self._options.drain_seconds if answering else ERRORS_SECONDS
         deadline = time.monotonic() + seconds
         while self._http and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        if self._http and self._failure is None:
+        if self._http and answering:
             self._log.note(f"any answer still open after {seconds:g} s (--drain-seconds) was cut off")
         for child in self._children - self._http:
             child.stop()
@@ -320,16 +330,17 @@ class _Supervisor:
         """Start a process; ``more``: of its environment."""
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE} | dict(more or {})
-        with theirs:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        with theirs:  # a process whose start is cancelled is killed by asyncio, and no later wait can be cancelled
             # -P: modules of the working directory are not imported.
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-P", "-m", f"megatoken.serve.{module}", str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *descriptors),
+                process_group=0,  # a Ctrl-C in the terminal is for this process
                 env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
         child = _Child(process, reader, writer, time.monotonic())
         self._children.add(child)
         writer.write(first_message(settings))
@@ -338,7 +349,8 @@ class _Supervisor:
         return child
 
     def _announce(self) -> None:
-        if self._announced or self._model is None or len(self._ready_http) < len(self._listeners):
+        ready = self._model is not None and len(self._ready_http) == len(self._listeners)
+        if not ready or self._announced or self._stopping.is_set():
             return
         self._announced = True
         seconds = time.monotonic() - self._began
