@@ -621,8 +621,8 @@ class Finder:
                 raise ImportError("cannot be loaded") from error
 sys.meta_path.insert(0, Finder())
 sys.argv = ["megatoken", "run", "--dry-run"]
-from megatoken.cli import main
-main()
+import runpy
+runpy.run_module("megatoken", run_name="__main__", alter_sys=True)
 """
 
 
@@ -642,6 +642,11 @@ main()
 def test_a_signal_during_an_import_is_one_line(number: signal.Signals, module: str, words: str) -> None:
     program = SIGNAL_IN_AN_IMPORT.format(module=module, number=int(number))
     assert python(program, number=number) == (130, "", f"megatoken: {words}\n")
+
+
+def test_ctrl_c_before_signals_are_handled_leaves_no_traceback() -> None:
+    program = SIGNAL_IN_AN_IMPORT.format(module="megatoken.signals", number=int(signal.SIGINT))
+    assert python(program) == (-signal.SIGINT, "", "")
 
 
 def test_a_second_signal_ends_what_does_not_end(tmp_path: Path) -> None:

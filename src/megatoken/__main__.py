@@ -1,5 +1,12 @@
-"""``python -m megatoken``."""
+"""The ``megatoken`` command, and ``python -m megatoken``."""
 
-from megatoken.cli import main
+# Until ``main`` handles the signals, Ctrl-C ends the process as the others do, without a traceback of an import.
+# ``signal`` would import ``enum``, which takes most of the time that is left until then.
+import _signal  # type: ignore[import-not-found]
 
-main()
+_signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+from megatoken.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()
