@@ -222,6 +222,30 @@ def test_a_server_that_does_not_say_what_it_read_is_measured(tmp_path: Path) -> 
     assert any("Input tokens per output token are assumed" in note for note in json.loads(said)["notes"])
 
 
+def test_a_started_server_ends_with_a_run_that_was_killed(tmp_path: Path) -> None:
+    script, port = tmp_path / "server.py", free_port()
+    script.write_text(SERVER % (10**9, "pass"))
+    server = shlex.join([sys.executable, str(script), str(port)])
+
+    def wait_until(listening: bool) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            with socket.socket() as one:
+                if (one.connect_ex(("127.0.0.1", port)) == 0) is listening:
+                    return
+            time.sleep(0.1)
+        raise AssertionError(f"listening is not {listening}")
+
+    with started(
+        *("run", "--endpoint", f"http://127.0.0.1:{port}/v1", "--warm-up", 1000, "--out", tmp_path / "runs"),
+        *("--start-server", f"sh -c {shlex.quote(f'{server}; true')}"),  # a shell that does not become the server
+        *("--prompts", write_lines(tmp_path / "prompts.jsonl", {"prompt": "ready?", "max_tokens": 8})),
+    ) as process:
+        wait_until(listening=True)
+        process.kill()
+    wait_until(listening=False)
+
+
 def refused(tmp_path: Path, port: int, command: str) -> str:
     """The one line with which a run that is to start ``command`` is refused."""
     code, out, err = call_here(

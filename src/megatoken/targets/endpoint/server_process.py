@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,12 +22,23 @@ STOP_SECONDS = 20.0
 SHOWN_LINES = 3
 READ_BYTES = 65_536  # of the end of a log, which may be long
 
+# Waits for the end of its input, which comes even if SIGKILL ended this process, then ends a process group.
+_GUARD = """
+import os, signal, sys, time
+os.read(0, 1)
+os.killpg(int(sys.argv[1]), signal.SIGTERM)
+time.sleep(10)
+os.killpg(int(sys.argv[1]), signal.SIGKILL)
+"""
+
 
 @contextmanager
 def started_server(
     command: str, log: Path, ready: Callable[[], object], seconds: float, flag: str = "--start-server"
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts ``command`` in a session of its own, waits until ``ready`` raises no AnswerError, stops it at the end.
+
+    It is also stopped if this process is killed.
 
     Args:
         command: as a shell would split it.
@@ -56,7 +68,14 @@ def started_server(
             )
         except OSError as error:
             raise UsageError(f"{flag}: {shlex.quote(words[0])} cannot be started ({error.strerror})") from None
+        guard = None
         try:
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid)],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
             try:
                 _wait(process, log, ready, time.monotonic() + seconds, seconds)
             except UsageError as error:
@@ -64,6 +83,9 @@ def started_server(
             yield process
         finally:
             _stop(process)
+            if guard is not None:
+                guard.kill()
+                guard.communicate()
 
 
 def _wait(
