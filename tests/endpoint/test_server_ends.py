@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -276,6 +277,22 @@ def test_a_server_that_ends_before_it_is_ready_is_named_with_its_last_words(tmp_
 )
 def test_a_server_that_cannot_be_started_is_named(tmp_path: Path, command: str, why: str) -> None:
     assert f"--start-server: {why}" in refused(tmp_path, free_port(), command)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_before_the_measurement_leaves_no_log_of_the_server(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    with started(
+        *("run", "--endpoint", f"http://127.0.0.1:{free_port()}/v1", "--out", tmp_path / "runs"),
+        *("--start-server", f"sh -c {shlex.quote(f'echo loading; touch {begun}; sleep 1000')}"),
+    ) as process:
+        while not begun.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert err.endswith("megatoken: interrupted before the measurement began; nothing was written\n")
+    assert list(tmp_path.iterdir()) == [begun]
 
 
 def test_first_tokens_of_failed_samples_are_not_held_against_a_run(tmp_path: Path) -> None:

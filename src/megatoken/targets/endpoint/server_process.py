@@ -42,7 +42,7 @@ def started_server(
 
     Args:
         command: as a shell would split it.
-        log: file for its output.
+        log: file for its output; removed if the command cannot be started, and after KeyboardInterrupt.
         ready: asks the server something.
         seconds: how long it may take.
         flag: that asked for it.
@@ -55,6 +55,7 @@ def started_server(
         words = shlex.split(command)
         if not words:
             raise UsageError(f"{flag}: no command")
+        made = [folder for folder in (log.parent, *log.parent.parents) if not folder.exists()]
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.open("wb")
     except ValueError as error:
@@ -67,6 +68,7 @@ def started_server(
                 words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
         except OSError as error:
+            _remove(log, made)
             raise UsageError(f"{flag}: {shlex.quote(words[0])} cannot be started ({error.strerror})") from None
         guard = None
         try:
@@ -81,11 +83,22 @@ def started_server(
             except UsageError as error:
                 raise UsageError(f"{flag}: {error}") from None
             yield process
+        except KeyboardInterrupt:  # only before the measurement, which ends by a signal without it
+            _remove(log, made)
+            raise
         finally:
             _stop(process)
             if guard is not None:
                 guard.kill()
                 guard.communicate()
+
+
+def _remove(log: Path, made: list[Path]) -> None:
+    """Removes a log, and the folders made for it, the innermost first."""
+    log.unlink(missing_ok=True)
+    for folder in made:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _wait(
