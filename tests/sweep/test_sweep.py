@@ -92,8 +92,13 @@ def test_an_edited_document_is_found_by_an_audit_and_refused_by_a_plan(swept: Pa
     code, out, _ = call_here("audit", copy, "--full")
     assert code == 3 and "Found: is not JSON" in out
     assert call_here("plan", "capacity", "--sweep", tmp_path / "alone.json", *limits)[0] == 0
-    assert call_here("report", copy)[0] == 0
-    assert call_here("plan", "capacity", "--sweep", copy, *limits)[0] == 0
+    for removed in (None, "01-concurrency-1-2"):
+        if removed:
+            shutil.rmtree(copy / removed)
+            code, _, err = call_here("plan", "capacity", "--sweep", copy, *limits)
+            assert code == 2 and f"missing: {removed}; megatoken report" in err
+        assert call_here("report", copy)[0] == 0
+        assert call_here("plan", "capacity", "--sweep", copy, *limits)[0] == 0
 
 
 def test_figures_of_a_point_against_loops_over_its_rows(runs: list[Run]) -> None:

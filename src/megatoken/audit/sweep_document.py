@@ -29,6 +29,9 @@ def unlike_its_runs(stored: Mapping[str, Any], folders: Sequence[Path]) -> Itera
     Raises:
         MegatokenError: a run folder is damaged.
     """
+    if missing := [folder.name for folder in folders if not folder.is_dir()]:
+        yield f"missing: {', '.join(missing)}"
+        return
     runs = list(map(read_run, folders))
     again = plain(judged_sweep(runs, folders[0].parent.name))
     for key in POINTS:
