@@ -222,6 +222,15 @@ def test_a_server_that_is_still_starting_is_waited_for(server: Server) -> None:
         pass
 
 
+def test_a_first_question_asked_too_early_is_asked_again(server: Server) -> None:
+    server.refuses_with = 429
+    with (
+        pytest.raises(MegatokenError, match=r"429.*not ready after 0\.5 s.*start_seconds"),
+        connected(server.url, start_seconds=0.5),
+    ):
+        pass
+
+
 def test_metrics_and_version_of_the_server(server: Server) -> None:
     with connected(server.url) as target:
         deadline = time.monotonic() + LONGEST_SECONDS
@@ -240,6 +249,9 @@ def test_what_cannot_be_asked_for_is_refused(server: Server, tmp_path: Path) -> 
         "ftp://host/v1": "not the address of an API",
         "http://user:pass@host/v1": "give --api-key-file",
         "http://127.0.0.1:1/v1": "no answer",
+        "http://nosuchhost.invalid/v1": "no answer \\(.*: check the host",
+        "http://h:123456/v1": "--endpoint http://h:123456/v1: Port out of range",
+        "http://user:pass@h:123456/v1": "--endpoint h:123456/v1: Port out of range",
         "http://h:8/v1/chat/completions/": "is one route of the API; give the address before it, http://h:8/v1$",
         "https://h/openai/v1/responses": "give the address before it, https://h/openai/v1$",
         "http://h:8/metrics": "give the address before it, http://h:8$",
@@ -390,7 +402,7 @@ def test_the_wrong_scheme_is_named(server: Server, tmp_path: Path, monkeypatch: 
         threading.Thread(target=plain.serve_forever, daemon=True).start()
         for url, message in (
             (f"https://127.0.0.1:{plain.server_address[1]}/v1", "it does not speak TLS; give http://"),
-            (server.url.replace("http", "https"), "timed out; if it does not speak TLS, give http://"),
+            (server.url.replace("http", "https"), "timed out after 1 s; if it does not speak TLS, give http://"),
             (secure.url.replace("https", "http"), "if it speaks TLS, give https://"),
         ):
             with pytest.raises(UsageError, match=message), connected(url):

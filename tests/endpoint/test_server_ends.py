@@ -247,11 +247,11 @@ def test_a_started_server_ends_with_a_run_that_was_killed(tmp_path: Path) -> Non
     wait_until(listening=False)
 
 
-def refused(tmp_path: Path, port: int, command: str) -> str:
+def refused(tmp_path: Path, port: int, command: str, seconds: float = 20) -> str:
     """The one line with which a run that is to start ``command`` is refused."""
     code, out, err = call_here(
         *("run", "--endpoint", f"http://localhost:{port}/v1", "--start-server", command),
-        *("--out", tmp_path / "runs", "--endpoint.start_seconds", 20),
+        *("--out", tmp_path / "runs", "--endpoint.start_seconds", seconds),
     )
     assert (code, out) == (2, "")
     return str(err.strip().splitlines()[-1])
@@ -271,12 +271,22 @@ def test_a_server_that_ends_before_it_is_ready_is_named_with_its_last_words(tmp_
     assert "--start-server: it ended with code 3: no such model; all of it is in " in line
 
 
+def test_a_server_at_another_port_is_said_not_to_answer_at_the_one_that_was_asked(tmp_path: Path) -> None:
+    port = free_port()
+    line = refused(tmp_path, port, "sleep 1000", seconds=1)
+    assert f"--start-server: not ready after 1 s: http://localhost:{port}/v1: no answer (connection refused" in line
+
+
 @pytest.mark.parametrize(
     ("command", "why"),
-    [("nosuchprog -x", "nosuchprog cannot be started (No such file or directory)"), (" ", "no command")],
+    [
+        ("nosuchprog -x", ": nosuchprog cannot be started (No such file or directory)"),
+        (" ", ": no command"),
+        ("'", " ': No closing quotation; quote it as for a shell"),
+    ],
 )
 def test_a_server_that_cannot_be_started_is_named(tmp_path: Path, command: str, why: str) -> None:
-    assert f"--start-server: {why}" in refused(tmp_path, free_port(), command)
+    assert f"--start-server{why}" in refused(tmp_path, free_port(), command)
     assert list(tmp_path.iterdir()) == []
 
 

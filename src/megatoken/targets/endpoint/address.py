@@ -44,7 +44,7 @@ class Address:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise UsageError(f"--endpoint: {error}; {FORM}") from None
+            raise UsageError(f"--endpoint {url.rpartition('@')[2]}: {error}; {FORM}") from None
         if "@" in parts.netloc:
             raise UsageError("--endpoint: an address with a user or a password is not supported; give --api-key-file")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -127,8 +127,18 @@ def ask(
     tls: ssl.SSLContext | None,
     seconds: float,
     body: Mapping[str, Any] | None = None,
+    setting: str = "",
 ) -> bytes:
     """One request, without following redirects; the body of the answer.
+
+    Args:
+        address: the server's.
+        path: of the route.
+        key: API key.
+        tls: how its certificate is checked; None for plain HTTP.
+        seconds: longest time without a byte.
+        body: to post; None: GET.
+        setting: that ``seconds`` is of, if a user can raise it.
 
     Raises:
         AnswerError: no connection, another status than 200, or a web page.
@@ -147,7 +157,10 @@ def ask(
         answer = connection.getresponse()
         data = answer.read(MOST_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        raise AnswerError(f"{address.url}: no answer ({cause_of(error)}{_scheme_hint(error, tls)})") from None
+        why = cause_of(error)
+        if isinstance(error, TimeoutError):
+            why = f"timed out after {timeout:g} s{f'; raise --{setting}' if setting else ''}"
+        raise AnswerError(f"{address.url}: no answer ({why}{_scheme_hint(error, tls)})") from None
     finally:
         connection.close()
     if answer.status in _NO_API and _PAGE.match(data):
@@ -176,6 +189,8 @@ def cause_of(error: OSError | http.client.HTTPException) -> str:
         return "it does not speak TLS; give http://"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused: no server listens there; check host and port"  # asyncio's own words are of a call
+    if isinstance(error, socket.gaierror):
+        return f"{error.strerror}: check the host"
     why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return " ".join(why.split())
 

@@ -24,6 +24,7 @@ from megatoken.targets.endpoint.address import Address, AnswerError, ask, read_k
 from megatoken.targets.endpoint.answers import Answer, BrokenAnswerError
 from megatoken.targets.endpoint.bodies import PATHS, Api, Asking, body_of
 from megatoken.targets.endpoint.clients import Clients, LocalProcess, default_processes
+from megatoken.targets.endpoint.connection import RETRIED
 from megatoken.targets.endpoint.failures import ServerEnd
 from megatoken.targets.endpoint.hosts import client_hosts
 from megatoken.targets.endpoint.observations import Observations
@@ -34,7 +35,6 @@ from megatoken.targets.endpoint.wire import ClientSettings
 
 FAST_SECONDS = 10.0  # within which a server that runs says what it serves
 PROBE_TOKENS, PROBE_IDS = 4, (5, 6, 7, 8)
-STARTING = 503  # status of a server that loads its model
 WRONG_FIELD = (400, 422)  # statuses with which servers refuse a field
 # Version of a ``megatoken serve`` without a model.
 _STAND_IN = re.compile(r"[^+]+\+(mock|simulated\.(?P<gpu>[\w .-]+))")
@@ -229,7 +229,7 @@ class EndpointBackend:
             ) from None
 
     def _when_ready(self, address: Address, question: Callable[[], _Found]) -> _Found:
-        """The answer, once a server that is still starting, and says so with status 503, has become ready.
+        """The answer; a server that is still starting, or is asked too often, says so with status 503 or 429.
 
         Raises:
             MegatokenError: it is not ready after ``start_seconds``.
@@ -241,13 +241,14 @@ class EndpointBackend:
             try:
                 return question()
             except AnswerError as error:
-                if error.status != STARTING:
+                if error.status not in RETRIED:
                     raise
                 if time.monotonic() > deadline:
                     advice = f"; not ready after {longest:g} s: look at its log, or raise --endpoint.start_seconds"
                     raise error.ends_command(advice) from None
                 if not reported:
-                    self._reporter.stage(f"waiting for {address.name} to be ready, at most {longest:g} s")
+                    status = f"HTTP {error.status}"
+                    self._reporter.stage(f"waiting for {address.name} to be ready ({status}), at most {longest:g} s")
                     reported = True
                 time.sleep(LOOK_SECONDS)
 
@@ -284,7 +285,8 @@ class EndpointBackend:
         body = body_of(request, self.api, asking, stream=False)
         seconds = self._config.endpoint.timeout_seconds
         path = f"{address.path}{PATHS[self.api]}"
-        data = ask(address, path, key=self._key, tls=self._tls[0], seconds=seconds, body=body)
+        setting = "endpoint.timeout_seconds"
+        data = ask(address, path, key=self._key, tls=self._tls[0], seconds=seconds, body=body, setting=setting)
         answer = Answer(self.api, keep_text=False)
         try:
             answer.take_body(data)

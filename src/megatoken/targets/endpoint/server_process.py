@@ -59,7 +59,7 @@ def started_server(
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.open("wb")
     except ValueError as error:
-        raise UsageError(f"{flag}: {error}") from None
+        raise UsageError(f"{flag} {command}: {error}; quote it as for a shell") from None
     except OSError as error:
         raise storage_error(log, error) from error
     with file:
@@ -111,10 +111,10 @@ def _wait(
         try:
             ready()
             return
-        except AnswerError:
+        except AnswerError as error:
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"not ready after {seconds:g} s: {_last_lines(log)}; all of its output is in {log}"
+                    f"not ready after {seconds:g} s: {error}; its output: {_last_lines(log)}; all of it is in {log}"
                 ) from None
         time.sleep(LOOK_SECONDS)
 
