@@ -225,7 +225,8 @@ def test_the_package_does_not_import_pyarrow_or_rich():
     [
         ("offline", "llama2-70b", "20261120T091233Z-offline-llama2-70b"),
         ("offline", "/models/Llama 3.1 (8B)/", "20261120T091233Z-offline-Llama-3.1-8B"),
-        ("offline", "../..", "20261120T091233Z-offline-"),
+        ("offline", "../..", "20261120T091233Z-offline"),
+        ("server", "模型", "20261120T091233Z-server"),
     ],
 )
 def test_run_name(scenario, model, expected):

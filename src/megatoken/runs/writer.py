@@ -58,7 +58,7 @@ _HEAD = ("schema_version", "verdict", "reasons", "rules_unmet")  # of result.jso
 def run_name(started: datetime, scenario: str, model: str) -> str:
     """``20261120T091233Z-offline-llama2-70b`` for an aware ``started``; of a model given as a path, the last part."""
     words = (f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}", scenario, Path(model).name)
-    return "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", word).strip("-.") for word in words)
+    return "-".join(filter(None, (re.sub(r"[^A-Za-z0-9._]+", "-", word).strip("-.") for word in words)))
 
 
 @contextmanager
