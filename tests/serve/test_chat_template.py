@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatoken.errors import CheckpointError, UsageError
-from megatoken.serve.chat_template import DEADLINE_SECONDS, MOST_WAITING, ModelTemplates, TemplateRenderer
+from megatoken.serve.chat_template import DEADLINE_SECONDS, MOST_WAITING, ModelTemplates, TemplateRenderer, _exchange
 from megatoken.serve.json_pipe import framed
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.tenant_turns import TenantTurns
@@ -351,3 +352,16 @@ def test_a_template_that_hangs_ends_without_the_process_that_would_kill_it() -> 
     given = b"".join(framed(json.dumps(one)) for one in messages)
     ended = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, timeout=60, check=False)
     assert ended.returncode == -signal.SIGXCPU
+
+
+def test_a_renderer_that_is_closed_while_it_starts_is_a_lost_connection() -> None:
+    async def closed() -> None:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe)
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+        with pytest.raises(ConnectionError):
+            await _exchange(process, b"job")
+
+    uvloop.run(closed())  # the loop of a server, which raises RuntimeError on such a write

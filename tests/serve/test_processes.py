@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +167,44 @@ def test_a_dead_engine_ends_every_stream_with_an_error_and_the_server() -> None:
             stream.close()
         assert server.process.wait(ANSWER_SECONDS) == 1
         assert any("the engine process was ended by SIGKILL" in line for line in server.log)
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for TMPDIR; the path of ``tmp_path`` is too long for a socket."""
+    with tempfile.TemporaryDirectory(prefix="tests-") as folder:
+        yield Path(folder)
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next_and_what_others_use_is_not(temporary: Path) -> None:
+    environment = {"TMPDIR": str(temporary)}
+    (temporary / "megatoken-serve-unlocked").mkdir()  # of a version that did not lock its folder
+    (temporary / "megatoken-serve-link").symlink_to(temporary)
+    others = set(temporary.iterdir())
+    with running(*MOCK, environment=environment) as first:
+        of_first = set(temporary.iterdir()) - others
+        with running(*MOCK, environment=environment) as killed:
+            killed.process.kill()
+        left = set(temporary.iterdir()) - others - of_first
+        assert len(left) == 1
+        with running(*MOCK, environment=environment) as server:
+            there = set(temporary.iterdir())
+            assert not left & there and others | of_first < there
+            assert first.ask("GET", "/health").status == 200
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(ANSWER_SECONDS) == 0
+        first.process.send_signal(signal.SIGINT)
+        assert first.process.wait(ANSWER_SECONDS) == 0
+    assert set(temporary.iterdir()) == others
+
+
+def test_a_dead_engine_of_several_ranks_leaves_no_files(temporary: Path) -> None:
+    flags = ("--precision", "fp32", "--engine.tensor_parallel", "2")
+    with running(*flags, environment={"TMPDIR": str(temporary)}) as server:
+        assert list(temporary.glob("megatoken-serve-*/megatoken-ranks-*"))
+        os.kill(server.child("engine_process"), signal.SIGKILL)
+        assert server.process.wait(ANSWER_SECONDS) == 1
+    assert not list(temporary.iterdir())
 
 
 def noticed(server: Running, deaths: int) -> bool:

@@ -203,6 +203,8 @@ class TemplateRenderer:
 
 async def _exchange(process: asyncio.subprocess.Process, job: bytes) -> Any:
     assert process.stdin is not None and process.stdout is not None
+    if process.stdin.is_closing():  # uvloop would raise a RuntimeError
+        raise ConnectionResetError("the process was ended")
     process.stdin.write(job)
     return await receive_message(process.stdout)
 

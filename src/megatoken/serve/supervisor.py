@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from megatoken.rack.placement import Slot
 from megatoken.rack.wire import KEY_BYTES
 from megatoken.serve.access_log import AccessLog
 from megatoken.serve.child import STOP
+from megatoken.serve.folder import server_folder
 from megatoken.serve.options import (
     EngineProcessSettings,
     HttpProcessSettings,
@@ -58,10 +58,10 @@ def serve(options: ServeConfig) -> int:
     _check_model_files(options)
     tls_context(options.tls_certificate, options.tls_key)
     _allow_many_files()
-    with tempfile.TemporaryDirectory(prefix="megatoken-serve-") as folder:
+    with server_folder() as folder:
         sockets = _listen(options)
-        rack = None if options.rack.cluster is None else _plan_rack(options, Path(folder) / "replicas.sock")
-        supervisor = _Supervisor(options, keys, sockets, Path(folder) / "engine.sock", rack)
+        rack = None if options.rack.cluster is None else _plan_rack(options, folder / "replicas.sock")
+        supervisor = _Supervisor(options, keys, sockets, folder / "engine.sock", rack)
         # The handlers of the command raise KeyboardInterrupt, or do so by SIGALRM after an import. Raised in the event
         # loop, that ends a task but not its process, for which the loop then waits.
         early: list[int] = []
@@ -330,6 +330,8 @@ class _Supervisor:
         """Start a process; ``more``: of its environment."""
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE} | dict(more or {})
+        if module == "engine_process":  # killed, it leaves files of its ranks, which go with the server's folder
+            environment["TMPDIR"] = str(self._path.parent)
         reader, writer = await asyncio.open_connection(sock=ours)
         with theirs:  # a process whose start is cancelled is killed by asyncio, and no later wait can be cancelled
             # -P: modules of the working directory are not imported.
