@@ -237,7 +237,7 @@ def test_a_sweep_of_few_requests_ends_with_a_verdict_and_says_that_its_limits_ar
     runs: list[Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     start, end = runs[0].result["load"]["window_seconds"]
-    load = {**runs[0].result["load"], "window_seconds": [start, start + (end - start) / 10]}
+    load = {**runs[0].result["load"], "window_seconds": [start, start + (end - start) / 2]}
     document = plain(summarise_sweep([replace(runs[0], result={**runs[0].result, "load": load})], "few"))
     assert document["verdict"] == "MEASURED" and 0 < document["points"][0]["requests"] < 662
     show(checked(document))
