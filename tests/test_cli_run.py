@@ -671,6 +671,18 @@ def test_an_interruption_that_has_been_told_is_not_the_end_by_a_signal(tmp_path:
     assert (code, out, err) == (130, "", "megatoken: interrupted; nothing was written\n")
 
 
+def test_an_interruption_inside_a_codec_has_no_words_of_the_codec() -> None:
+    """Such as that of the host of ``serve``, whose first use imports a module."""
+    program = (
+        "import codecs, os\nfrom megatoken.cli import application\n"
+        "codec = codecs.CodecInfo(lambda text: os.kill(os.getpid(), 2), None)\n"
+        "codecs.register(lambda name: codec)\n"
+        "application._command = lambda: 'x'.encode('nosuch')\n"
+        "application.run_application()\n"
+    )
+    assert python(program) == (130, "", "megatoken: interrupted; nothing was written\n")
+
+
 def test_little_is_imported_before_signals_are_handled() -> None:
     program = "before = set(sys.modules); import megatoken.cli; print(*set(sys.modules) - before)"
     path = f"import sys; sys.path.append({str(SOURCE)!r}); "

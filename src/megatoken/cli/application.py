@@ -175,6 +175,10 @@ class _Interruption(KeyboardInterrupt):
     See ``run_eval_code_obj`` in pythonrun.c and ``Py_RunMain`` in main.c of CPython.
     """
 
+    def __init__(self) -> None:
+        """With an ``__init__``, no codec replaces it by an exception with the codec's words (``errors.c`` of 3.11)."""
+        super().__init__()
+
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """The first signal unwinds the command, which then reports what it has written; the second ends the process.
