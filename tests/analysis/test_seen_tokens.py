@@ -39,7 +39,7 @@ def samples_of(**columns: list[float]) -> Samples:
     return Samples(**floats, **{name: np.array(values) for name, values in flags.items()})
 
 
-def test_pieces_of_an_answer_that_was_cut_off_count_as_those_of_others() -> None:
+def test_a_piece_of_an_answer_counts_as_its_share_of_the_tokens_also_where_it_was_cut_off() -> None:
     second = 10**9
     table = pa.table(
         {
@@ -47,23 +47,26 @@ def test_pieces_of_an_answer_that_was_cut_off_count_as_those_of_others() -> None
             "token_times_ns": pa.array([[0, second], [0, second, 2 * second]], pa.list_(pa.int64())),
         }
     )
-    samples = samples_of(output_tokens=[6, 3])  # of the second, only the number of pieces is known
+    samples = samples_of(output_tokens=[6, 9])
     tokens = SeenTokens._recorded(table, pa.table({"sample_id": [0, 1]}), samples)
     assert tokens.within(0, 10) == 6 + 3 * 3
     assert tokens.within(2, 10) == 3
 
 
 def test_without_times_an_answer_that_was_cut_off_goes_on_at_the_pace_of_others(tmp_path: Path) -> None:
-    samples = samples_of(first=[0.0, 1.0], last=[4.0, np.nan], output_tokens=[5, 0])
+    samples = samples_of(first=[0.0, 1.0], last=[4.0, np.nan], output_tokens=[5, 1])
     tokens = SeenTokens.of(SimpleNamespace(path=tmp_path), samples)  # type: ignore[arg-type]
     assert tokens.within(0, 4.5) == 5 + 4  # at 1, 2, 3 and 4 s
     assert tokens.within(0, 2) == 2 + 1
+    samples.output_tokens[1] = 7  # all that were seen
+    tokens = SeenTokens.of(SimpleNamespace(path=tmp_path), samples)  # type: ignore[arg-type]
+    assert tokens.within(0, 4.5) == 5 + 7
 
 
 def test_an_answer_that_was_cut_off_has_the_times_until_then() -> None:
     second = 10**9
     times = pa.array([[0, second], [2 * second, 3 * second, 5 * second]], pa.list_(pa.int64()))
-    samples = samples_of(first=[0.0, 2.0], last=[1.0, np.nan], output_tokens=[2, 0])
+    samples = samples_of(first=[0.0, 2.0], last=[1.0, np.nan], output_tokens=[2, 3])
     tokens = SeenTokens._recorded(
         pa.table({"sample_id": [0, 1], "token_times_ns": times}), pa.table({"sample_id": [0, 1]}), samples
     )

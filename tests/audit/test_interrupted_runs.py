@@ -48,7 +48,7 @@ def goes_on(rows: Path) -> bool:
 
 def ended(rows: Path) -> int:
     try:
-        return int(pq.read_metadata(rows).num_rows)
+        return sum(reason.as_py() != "cancelled" for reason in pq.read_table(rows)["finish_reason"])
     except FileNotFoundError:
         return 0
 
@@ -117,6 +117,21 @@ def test_what_is_there_is_held_against_it_all_the_same(interrupted: tuple[int, P
     assert found & {"run_folder.metrics", "run_folder.whole"}  # the latter where no sample was completed
 
 
+def test_answers_that_a_signal_cut_off_count_with_the_tokens_that_were_seen(interrupted: tuple[int, Path]) -> None:
+    number, folder = interrupted
+    run = read_run(folder)
+    cut = [row for row in run.requests.to_pylist() if row["finish_reason"] == "cancelled"]
+    assert bool(cut) == (number == signal.SIGINT)  # a killed process writes nothing
+    assert all(row["output_tokens"] > 0 and row["last_token_seconds"] is None for row in cut)
+    result = run.result
+    assert result["samples_cancelled"] == len(cut)
+    assert result["output_tokens"] == sum(row["output_tokens"] for row in run.requests.to_pylist())
+    if cut:
+        assert result["output_tokens"] == run.series["output_tokens"][-1].as_py()
+        assert result["duration_seconds"] == run.series["elapsed_seconds"][-1].as_py()
+        assert f"when {5000 - result['samples_completed']:,} of the" in (folder / "mlperf/ABANDONED.txt").read_text()
+
+
 def test_rows_written_after_the_metrics(interrupted: tuple[int, Path], tmp_path: Path) -> None:
     """The tables are written first: a process that is killed in between leaves metrics of the rows before."""
     _, folder = interrupted
@@ -124,7 +139,8 @@ def test_rows_written_after_the_metrics(interrupted: tuple[int, Path], tmp_path:
     run = read_run(torn)
     rows = len(run.requests) - 1
     say(torn, **summarise(run.requests.slice(0, rows), run.series, scenario="offline", finished=False))
-    assert json.loads((torn / "result.json").read_text())["samples_completed"] == rows
+    stored = json.loads((torn / "result.json").read_text())
+    assert stored["samples_completed"] + stored["samples_cancelled"] == rows
     assert graver_than_unknown(torn) == set()
     say(torn, output_tokens=json.loads((torn / "result.json").read_text())["output_tokens"] + 1)
     assert graver_than_unknown(torn) == {"run_folder.metrics"}

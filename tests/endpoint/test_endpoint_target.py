@@ -242,6 +242,18 @@ def test_metrics_and_version_of_the_server(server: Server) -> None:
         assert target.facts()["servers"][0]["version"] == "7.0"
 
 
+def test_an_answer_that_is_cancelled_has_as_many_tokens_a_frame_as_those_before(server: Server) -> None:
+    with connected(server.url) as target:
+        assert answered(target, prompts("several", tokens=16))[0].output_tokens == 16
+        target.submit(1, *prompts("several again", tokens=4000))
+        while not target.poll(0.1):
+            pass
+        time.sleep(5 * 0.02)
+        *_, last = target.cancel_all()
+        assert last.token_times_ns is not None and len(last.token_times_ns) > 1
+        assert last.output_tokens == 4 * len(last.token_times_ns)
+
+
 def test_what_cannot_be_asked_for_is_refused(server: Server, tmp_path: Path) -> None:
     with connected(server.url) as target, pytest.raises(RequestError, match="--api chat"):
         target.submit(0, ChatRequest("x", messages=(("user", "x"),)))

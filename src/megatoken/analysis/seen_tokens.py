@@ -32,8 +32,8 @@ class SeenTokens:
     Without ``tokens.parquet``, the tokens of an answer count as evenly spaced from its first to its last, and gaps are
     unknown. Where pieces of text were seen and not tokens, a piece counts as its share of the answer's tokens.
 
-    Answers that were cut off at the end of the load count too: a piece of theirs as a piece of the others does on
-    average, and without ``tokens.parquet`` a token at the median pace of the others, from the first one on.
+    Answers that were cut off, at the end of a load or by an interruption, count too. Where only their first tokens were
+    seen, as of a rack, they have tokens at the median pace of the others from then on.
     """
 
     def __init__(self, times: Floats, owners: NDArray[np.int64], weights: Floats, *, known: bool) -> None:
@@ -51,7 +51,8 @@ class SeenTokens:
         paces = samples.tpot[samples.completed]
         if cut.any() and (paces := paces[paces > 0]).size:
             last = np.where(cut, np.nanmax(last), last)
-            counts = np.where(cut, np.maximum(0, (last - first) // np.median(paces)) + 1, counts)
+            guessed = np.maximum(0, (last - first) // np.median(paces)) + 1
+            counts = np.where(cut, np.where(samples.output_tokens > 1, samples.output_tokens, guessed), counts)
         counts = counts.astype(np.int64)
         owners = np.repeat(np.arange(len(samples)), counts)
         position = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -69,9 +70,7 @@ class SeenTokens:
         counts = np.diff(lists.offsets.to_numpy())
         rows = order[np.searchsorted(ids, table["sample_id"].to_numpy(), sorter=order)]
         owners = np.repeat(rows, counts)
-        tokens, whole = samples.output_tokens[rows], samples.completed[rows]
-        per_piece = tokens[whole].sum() / max(counts[whole].sum(), 1) if whole.any() else 1.0
-        weights = np.repeat(np.where(whole, tokens / np.maximum(counts, 1), per_piece), counts)
+        weights = np.repeat(samples.output_tokens[rows] / np.maximum(counts, 1), counts)
         kept = ~samples.failed[owners]
         return cls(lists.flatten().to_numpy()[kept] / 1e9, owners[kept], weights[kept], known=True)
 

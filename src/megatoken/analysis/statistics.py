@@ -40,13 +40,18 @@ def summarise(
     drain; ``whole_run_output_tokens_per_second`` has it in its time too. A soak is rated over its time under load,
     ``load_seconds``: by the tokens that the series counts until then, for a sample may last as long as the soak.
 
-    Unless the run is ``finished``, samples in flight are missing from ``requests``, and with them what a steady window
-    is found by, so that it stays None.
+    Unless the run is ``finished``, samples that had not begun are missing from ``requests``, and with them what a
+    steady window is found by, so that it stays None. Answers that the interruption cut off then count with the tokens
+    that were seen of them, and the time goes on to the last row of the series.
     """
     samples = Samples.of(requests)
     done = samples.only(samples.completed)
     start = float(samples.scheduled.min()) if len(samples) else 0.0
     end = float(done.last.max()) if len(done) else start
+    worked = done
+    if not finished and samples.cut.any() and len(series):
+        worked = samples.only(samples.completed | samples.cut)
+        end = max(end, float(numbers(series["elapsed_seconds"]).max()))
     duration = end - start
     rated = _rated_seconds(samples, start, scenario) if finished else None
     counted = len(done)
@@ -54,7 +59,7 @@ def summarise(
         rated = duration
     else:  # LoadGen: the last one opens an interval that nothing closes
         counted -= 1
-    input_tokens, output_tokens = _total(done.input_tokens), int(done.output_tokens.sum())
+    input_tokens, output_tokens = _total(worked.input_tokens), int(worked.output_tokens.sum())
     rates = _under_load(samples, series, load_seconds) or {
         "output_tokens_per_second": _rate(output_tokens, rated),
         "processed_tokens_per_second": None if input_tokens is None else _rate(input_tokens + output_tokens, rated),

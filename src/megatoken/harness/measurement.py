@@ -212,12 +212,23 @@ class Measurement:
 
     def abandon(self) -> None:
         """Ends every sample that has not ended as cancelled, here and in the target; each has its row."""
-        rows = [row for event in self._target.cancel_all() if (row := self._take(event)) is not None]
         for query in self._queue:
             for number in query.numbers:
                 self._open_sample(number, query)
         self._queue.clear()
-        rows += [self._end(number, "cancelled", last_ns=None) for number in list(self._open)]
+        self._cut_off(self._target.cancel_all(), begun_only=False)
+
+    def interrupt(self) -> None:
+        """Ends every answer that has begun as cancelled; each has its row.
+
+        Only a remote target is asked for what was not reported yet: one in this process may hang.
+        """
+        self._cut_off(self._target.cancel_all() if self._remote is not None else [], begun_only=True)
+
+    def _cut_off(self, events: Sequence[SampleEvent], *, begun_only: bool) -> None:
+        rows = [row for event in events if (row := self._take(event)) is not None]
+        cut = [number for number, sample in self._open.items() if sample.first_ns is not None or not begun_only]
+        rows += [self._end(number, "cancelled", last_ns=None) for number in cut]
         if rows:
             self._record.add_samples(rows)
 
@@ -421,7 +432,8 @@ class Measurement:
         if self._text and error is None:
             detokenise_ns = self._text.detokenise(sample.token_ids)
             self._spent.detokenise += detokenise_ns
-        self._test.complete(number, sample.output_tokens, sample.token_ids)
+        if finish_reason != "cancelled":
+            self._test.complete(number, sample.output_tokens, sample.token_ids)
         self._work.end(int(self._data_set.output_limits[sample.row]), sample.output_tokens)
         if sample.token_times:
             self._record.add_token_times(number, np.array(sample.token_times) - self._start_ns)

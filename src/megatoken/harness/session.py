@@ -173,6 +173,8 @@ class TestSession:
             measurement.step()
             if watch and (now := measurement.elapsed_seconds()) - looked >= WATCH_SECONDS:
                 looked, saturation = now, watch.look(now, *measurement.unended())
+        if stop.received or saturation is not None:
+            measurement.interrupt()
         measurement.note_state()
         return saturation
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatoken.analysis.machine import rate_state, simulated_gpu
 from megatoken.analysis.repeats import REPEATS, summarise_repeats
+from megatoken.analysis.statistics import Samples
 from megatoken.analysis.sweep import SWEEP
 from megatoken.audit import replay, run_facts
 from megatoken.audit.differences import differences
@@ -101,7 +102,7 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
 def interrupted(folder: RunFolder) -> Outcome | None:
     why = interruptions(folder.tree, [folder.path]).get(folder.path)
     severity = Severity.NOTE if folder.is_part else Severity.UNKNOWN  # a search ends probes whose answer is clear
-    found = f"{why}; samples that had ended: {len(folder.run.requests):,}"
+    found = f"{why}; samples that had ended: {int((~Samples.of(folder.run.requests).cancelled).sum()):,}"
     return Outcome(severity, "a run that finished", found, folder.places(RESULT)) if why else None
 
 

@@ -208,14 +208,15 @@ class _Sweep:
         deadline = measurement.elapsed_seconds() + DRAIN_WINDOWS * (window or 0.0)
         while not measurement.over and not self.stop.received and measurement.elapsed_seconds() < deadline:
             measurement.step()
-        ended = measurement.ended  # before those that are abandoned count as ended
         measurement.abandon()
         measurement.note_state()
         facts = {**folder.facts["load"], "window_seconds": load.window_seconds(measurement.start_ns)}
         folder.add_facts({"load": {**facts, "ended_by": load.ended_by}})
         if self.stop.received:
             folder.add_facts({"notes": end_notes(folder.facts)})
-            folder.interrupt(reason("INTERRUPTED", signal=self.stop.received, ended=ended, issued_so_far=load.issued))
+            folder.interrupt(
+                reason("INTERRUPTED", signal=self.stop.received, ended=measurement.ended, issued_so_far=load.issued)
+            )
             return
         requests, _ = folder.end_recording()
         folder.add_facts({"notes": end_notes(folder.facts, requests)})

@@ -110,6 +110,7 @@ class EndpointTarget:
         self._wake: HasFileno | None = None
         self._losses: list[_Loss] = []
         self._retries = 0
+        self._tokens = self._pieces = 0  # of whole answers that came as streams
         self._failures = Failures(server_end)
         self._ids_of = ids_of
         self._every_text = ids_of is not None
@@ -312,13 +313,14 @@ class EndpointTarget:
             sent = None if sample.moved else sent_ns
             events.append(SampleEvent(sample.sample_id, (), None, first_ns, first_ns=first_ns, sent_ns=sent))
         elif kind == wire.PROGRESS:
-            end.output_tokens += fields[2] - sample.seen_tokens
-            sample.seen_tokens = fields[2]
-            events.append(SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), output_tokens=fields[2]))
+            seen = self._tokens_of(fields[2])
+            end.output_tokens += seen - sample.seen_tokens
+            sample.seen_tokens = seen
+            events.append(SampleEvent(sample.sample_id, (), None, time.monotonic_ns(), output_tokens=seen))
         elif kind == wire.CUT:
             ahead_ns = self._ahead_ns(sample, fields[2], fields[3])
             times_ns = np.frombuffer(fields[4], np.int64) - ahead_ns
-            seen, last_ns = len(times_ns), fields[3] - ahead_ns
+            seen, last_ns = self._tokens_of(len(times_ns)), fields[3] - ahead_ns
             events.append(SampleEvent(sample.sample_id, (), None, last_ns, output_tokens=seen, token_times_ns=times_ns))
         elif kind == wire.END:
             ended = Ended(*fields)
@@ -334,10 +336,17 @@ class EndpointTarget:
         else:
             self._failed(ticket, sample, Failed(*fields), events)
 
+    def _tokens_of(self, pieces: int) -> int:
+        """Tokens of an answer under way, each piece of which counts as one of whole answers did on average."""
+        return max(1, round(pieces * self._tokens / self._pieces)) if self._pieces else pieces
+
     def _ended(self, sample: _Sample, end: _Endpoint, ended: Ended) -> SampleEvent:
         if self._ids_of is not None:
             ids = self._ids_of(ended.text, ended.finish_reason)
             ended = ended._replace(token_ids=ids, tokens=len(ids))
+        times_ns = np.frombuffer(ended.times, np.int64) if ended.times else None
+        if times_ns is not None:
+            self._tokens, self._pieces = self._tokens + ended.tokens, self._pieces + len(times_ns)
         end.heard_ns = ended.last_ns
         end.output_tokens += ended.tokens
         end.input_tokens += max(0, ended.input_tokens)
@@ -355,7 +364,7 @@ class EndpointTarget:
             text=ended.text,
             input_tokens=ended.input_tokens if ended.input_tokens >= 0 else None,
             sent_ns=None if sample.moved else ended.sent_ns,  # when it was sent first is not known
-            token_times_ns=np.frombuffer(ended.times, np.int64) if ended.times else None,
+            token_times_ns=times_ns,
             first_characters=ended.first_characters,
         )
 
