@@ -117,7 +117,9 @@ def test_what_is_there_is_held_against_it_all_the_same(interrupted: tuple[int, P
     assert found & {"run_folder.metrics", "run_folder.whole"}  # the latter where no sample was completed
 
 
-def test_answers_that_a_signal_cut_off_count_with_the_tokens_that_were_seen(interrupted: tuple[int, Path]) -> None:
+def test_answers_that_were_cut_off_count_in_the_rate_with_the_tokens_that_were_seen(
+    interrupted: tuple[int, Path],
+) -> None:
     number, folder = interrupted
     run = read_run(folder)
     cut = [row for row in run.requests.to_pylist() if row["finish_reason"] == "cancelled"]
@@ -125,10 +127,11 @@ def test_answers_that_a_signal_cut_off_count_with_the_tokens_that_were_seen(inte
     assert all(row["output_tokens"] > 0 and row["last_token_seconds"] is None for row in cut)
     result = run.result
     assert result["samples_cancelled"] == len(cut)
-    assert result["output_tokens"] == sum(row["output_tokens"] for row in run.requests.to_pylist())
     if cut:
-        assert result["output_tokens"] == run.series["output_tokens"][-1].as_py()
-        assert result["duration_seconds"] == run.series["elapsed_seconds"][-1].as_py()
+        last = run.series.to_pylist()[-1]
+        assert result["rated_seconds"] == last["elapsed_seconds"]
+        assert result["output_tokens_per_second"] == pytest.approx(last["output_tokens"] / last["elapsed_seconds"])
+        assert last["output_tokens"] == sum(row["output_tokens"] for row in run.requests.to_pylist())
         assert f"when {5000 - result['samples_completed']:,} of the" in (folder / "mlperf/ABANDONED.txt").read_text()
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatoken.analysis.statistics import Samples
 from megatoken.harness.result import saturated_client
 from megatoken.runs.tables import SampleRow, to_table
-from megatoken.targets.endpoint.self_test import frame_server, process_capacity
+from megatoken.targets.endpoint.self_test import count, frame_server, process_capacity
 
 
 def test_capacity_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +38,13 @@ def test_a_client_that_resets_its_connection_leaves_the_server_to_the_next() -> 
             while b"[DONE]" not in received:
                 received += next_one.recv(1 << 16)
         assert received.count(b"data: ") == 5
+
+
+def test_a_test_in_which_no_answer_ends_in_time_goes_on_until_one_has() -> None:
+    """Else the capacity is zero, is kept, and no later run can divide by it."""
+    with frame_server(8) as address:
+        counts = count(address, stream=True, streams=4, frames=8, seconds=0.0)
+    assert counts.requests >= 1 and counts.frames >= 8
 
 
 def test_a_saturated_client_says_how_many_processes_and_hosts_the_load_takes() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatoken.analysis.series import tokens_per_second_within
 from megatoken.errors import UsageError
+from megatoken.runs.run import Verdict
 from megatoken.text import exact, is_number, precise
 
 if TYPE_CHECKING:
@@ -66,10 +67,11 @@ def _unlike_its_own_figures(run: Run) -> Iterator[str]:
         "processed_tokens_per_second": ("(input_tokens + output_tokens) / rated_seconds", both, rated),
         "whole_run_output_tokens_per_second": ("output_tokens / duration_seconds", tokens, whole),
     }
-    if result.get("soak") is not None and is_number(rated) and rated > 0:
+    by_series = result.get("soak") is not None or run.verdict is Verdict.INTERRUPTED
+    if by_series and is_number(rated) and rated > 0:
         counted = tokens_per_second_within(run.series, 0.0, rated)
         if counted is not None and is_number(rate := result.get("output_tokens_per_second")) and rate:
-            # A soak that completed no sample before its end has no rate under load.
+            # A soak that completed no sample before its end has no rate under load; nor have older interrupted runs.
             alike = _same(rate, counted) or _same(rate, (tokens or 0) / rated)
             if not alike:
                 yield _contradiction("output_tokens_per_second", rate, "series.parquet until rated_seconds", counted)

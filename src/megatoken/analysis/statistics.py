@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from megatoken.analysis.early_stopping import queries_needed
 from megatoken.analysis.energy import run_energy, system_energy
 from megatoken.analysis.series import Floats, masks, numbers, tokens_per_second_within, totals_over_time
+from megatoken.runs.run import Verdict
 from megatoken.text import is_number
 
 if TYPE_CHECKING:
@@ -41,17 +43,12 @@ def summarise(
     ``load_seconds``: by the tokens that the series counts until then, for a sample may last as long as the soak.
 
     Unless the run is ``finished``, samples that had not begun are missing from ``requests``, and with them what a
-    steady window is found by, so that it stays None. Answers that the interruption cut off then count with the tokens
-    that were seen of them, and the time goes on to the last row of the series.
+    steady window is found by, so that it stays None. It is rated as a soak, until the last row of its series.
     """
     samples = Samples.of(requests)
     done = samples.only(samples.completed)
     start = float(samples.scheduled.min()) if len(samples) else 0.0
     end = float(done.last.max()) if len(done) else start
-    worked = done
-    if not finished and samples.cut.any() and len(series):
-        worked = samples.only(samples.completed | samples.cut)
-        end = max(end, float(numbers(series["elapsed_seconds"]).max()))
     duration = end - start
     rated = _rated_seconds(samples, start, scenario) if finished else None
     counted = len(done)
@@ -59,7 +56,9 @@ def summarise(
         rated = duration
     else:  # LoadGen: the last one opens an interval that nothing closes
         counted -= 1
-    input_tokens, output_tokens = _total(worked.input_tokens), int(worked.output_tokens.sum())
+    input_tokens, output_tokens = _total(done.input_tokens), int(done.output_tokens.sum())
+    if load_seconds is None and not finished:
+        load_seconds = math.inf
     rates = _under_load(samples, series, load_seconds) or {
         "output_tokens_per_second": _rate(output_tokens, rated),
         "processed_tokens_per_second": None if input_tokens is None else _rate(input_tokens + output_tokens, rated),
@@ -127,8 +126,12 @@ def leading_rates(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leads_with_drain(result: Mapping[str, Any]) -> bool:
-    """Whether ``leading_rates`` are over the whole time, though the rates in ``result`` leave the drain out."""
-    return result.get("scenario") in ARRIVING and not result.get("rules")
+    """Whether ``leading_rates`` are over the whole time, though the rates in ``result`` leave the drain out.
+
+    Those of a run that was interrupted do not: it has no drain.
+    """
+    arrives = result.get("scenario") in ARRIVING and result.get("verdict") != Verdict.INTERRUPTED
+    return arrives and not result.get("rules")
 
 
 def _rated_seconds(samples: Samples, start: float, scenario: str) -> float | None:
@@ -140,7 +143,8 @@ def _rated_seconds(samples: Samples, start: float, scenario: str) -> float | Non
 
 
 def _under_load(samples: Samples, series: pa.Table, load_seconds: float | None) -> dict[str, Any] | None:
-    """Rates of a soak until its load ends, or until its last row where it was interrupted before; None: no soak.
+    """Rates until the load ends, or until the last row of a run that was interrupted before; None: of neither a soak
+    nor such a run.
 
     Input counts once it has been read, which is when its answer begins.
     """

@@ -153,7 +153,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
     if leads_with_drain(result):
         rates = [rates[1], replace(rates[0], label="Output rate by LoadGen")]
     rows = [
-        *rates[: 1 + (arrives or soak)],
+        *rates[: 1 + (soak or (arrives and run.verdict is not Verdict.INTERRUPTED))],
         _single(result, "Output rate when steady", "tokens/s", "steady_output_tokens_per_second"),
         *_together(result.get("aggregate")),
         _single(leading, "Input + output rate", "tokens/s", "processed_tokens_per_second"),

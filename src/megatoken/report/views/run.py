@@ -60,8 +60,8 @@ DEFINITIONS = {
     " last completion, drain included. LoadGen, and so MLPerf, rates Server and Interactive to the completion of the"
     " sample issued last: that rate stands first where MLPerf's rules are claimed, and can be above the rate offered."
     " In a soak, under load: the output tokens of its time series until the load ends, over that time. With drain:"
-    " those of completed samples, to the last completion. Failed and cancelled samples do not count, except what"
-    " was seen of answers that an interruption cut off, over the time until then.",
+    " those of completed samples, to the last completion. Failed and cancelled samples do not count."
+    " Interrupted, the output tokens of its time series over the time until then.",
     "Sample rate": "Completed samples over the time of the output rate that stands first. samples_per_second in"
     " result.json is LoadGen's: in Server and Interactive it counts one sample less, to the completion of the one"
     " issued last.",

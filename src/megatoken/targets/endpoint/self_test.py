@@ -99,17 +99,19 @@ def count(address: Address, *, stream: bool, streams: int, frames: int, seconds:
             if time.monotonic() - began > LONGEST_START_SECONDS:
                 raise RuntimeError(f"{ended} answers in {LONGEST_START_SECONDS:g} s")
         cpu, own = client.cpu_seconds(), time.process_time()
-        counts = _go_on(target, request, seconds)
+        counts = _go_on(target, request, seconds, fewest=1)
         counts.client_cpu_seconds, counts.parent_cpu_seconds = client.cpu_seconds() - cpu, time.process_time() - own
     finally:
         target.close()
     return counts
 
 
-def _go_on(target: EndpointTarget, request: Request, seconds: float) -> Counts:
-    """Counts what ends, and replaces it."""
+def _go_on(target: EndpointTarget, request: Request, seconds: float, fewest: int = 0) -> Counts:
+    """Counts what ends, and replaces it; goes on until ``fewest`` have, as on a machine that is full none may."""
     counts, began = Counts(), time.monotonic()
-    while not counts.seconds or counts.seconds < seconds:
+    while not counts.seconds or counts.seconds < seconds or counts.requests < fewest:
+        if counts.seconds > LONGEST_START_SECONDS:
+            raise RuntimeError(f"no answer in {LONGEST_START_SECONDS:g} s")
         for event in target.poll(0.01):
             if event.error:
                 raise RuntimeError(event.error)

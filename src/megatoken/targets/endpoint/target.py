@@ -321,6 +321,8 @@ class EndpointTarget:
             ahead_ns = self._ahead_ns(sample, fields[2], fields[3])
             times_ns = np.frombuffer(fields[4], np.int64) - ahead_ns
             seen, last_ns = self._tokens_of(len(times_ns)), fields[3] - ahead_ns
+            end.output_tokens += seen - sample.seen_tokens
+            sample.seen_tokens = seen
             events.append(SampleEvent(sample.sample_id, (), None, last_ns, output_tokens=seen, token_times_ns=times_ns))
         elif kind == wire.END:
             ended = Ended(*fields)
