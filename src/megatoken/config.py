@@ -242,7 +242,7 @@ class RunConfig(Section):
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type. Short steps are recorded before the run."""
-        own = {"record_seconds": RECORD_SECONDS, "throughput_only": self.scenario == "offline"}
+        own: dict[str, Any] = {"record_seconds": RECORD_SECONDS, "throughput_only": self.scenario == "offline"}
         return EngineConfig(precision=self.precision or DEFAULT_PRECISION, **self.engine.model_dump(), **own)
 
 

@@ -452,7 +452,7 @@ def test_a_model_whose_logits_are_never_finite_names_its_weights(directory: Path
 def test_a_step_that_runs_out_of_gpu_memory_says_what_to_lower(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(*_: object) -> None:
+    def exhausted(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
 
     engine = make_engine(directory)
