@@ -188,6 +188,14 @@ def test_the_knee_the_limits_and_the_peak_of_a_known_curve() -> None:
     assert saturated([*points, made_point(256, 935, 0.27), made_point(512, 930, 0.55)])
 
 
+def test_a_load_whose_answers_were_cut_off_is_no_knee() -> None:
+    """The answers that ended are the short ones, so their median is too low."""
+    points = [made_point(n, n / (0.01 + 0.001 * n), 0.01 + 0.001 * n) for n in (1, 4, 10, 16)]
+    cut = [made_point(n, 400.0, 0.011, requests_unended=67) for n in (32, 64)]
+    assert found([*points, *cut])["knee"] == 10
+    assert found([*points, *({**point, "requests_unended": 66} for point in cut)])["knee"] == 32
+
+
 def test_a_load_with_failed_requests_is_no_peak() -> None:
     points = [made_point(1, 10, 1), made_point(2, 15, 1), made_point(4, 30, 1, requests_failed=2)]
     assert [found(points)[name] for name in ("peak", "peak_output_tokens_per_second")] == [2, 15]

@@ -34,8 +34,10 @@ WITHIN_RULE = (
 GAIN, FLAT_POINTS = 0.03, 2  # a closed loop is saturated after so many points without so much more output
 KNEE_RULE = (
     "the load at which output tokens/s over the median end-to-end latency is highest (Kleinrock's power): beyond it"
-    " latency grows by a larger factor than throughput; none of fewer than three loads, nor where that is the highest"
+    " latency grows by a larger factor than throughput; none of fewer than three loads, nor where that is the highest;"
+    " loads of which over 10 % of the answers were cut off do not count, as their median latency is not known"
 )
+KNEE_UNENDED_SHARE = 0.1
 SHOWN = ("name", "load_kind", "load_unit", "model", "precision", "data_set", "hostname", "points", "found")
 COMPARED = ("model", "precision", "data_set", "ttft_limit_seconds", "tpot_limit_seconds")  # and all of the load
 RATIOS = {
@@ -302,7 +304,8 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     power = {
         value: rates[value] / latency
         for value, group in loads.items()
-        if (latency := _mean([point["latency_seconds"] for point in group], "p50"))
+        if all(shows_median(point["requests"], point["requests_unended"]) for point in group)
+        and (latency := _mean([point["latency_seconds"] for point in group], "p50"))
     }
     knee = max(power, key=lambda value: power[value]) if len(power) > 2 and ordered else None
     unknown = _limits_unknown(points)
@@ -325,6 +328,11 @@ def found(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "saturated": saturated(points),
         "ended_early_by": early,
     }
+
+
+def shows_median(requests: float, unended: float) -> bool:
+    """Whether so few answers were cut off that those that ended show the median latency."""
+    return unended <= KNEE_UNENDED_SHARE * requests
 
 
 def _unsound(point: Mapping[str, Any]) -> bool:

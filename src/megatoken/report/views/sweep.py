@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatoken.analysis.sweep import UNITS
+from megatoken.analysis.sweep import UNITS, shows_median
 from megatoken.report.blocks import (
     Badge,
     Block,
@@ -210,7 +210,8 @@ def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
 def _with_latencies(sweep: Sweep) -> Iterator[float]:
     """The loads whose latencies are known, of each point."""
     for point in sweep.points:
-        if point.part("latency_seconds").number("p50") is not None:
+        requests, unended = (point.number(key) or 0.0 for key in ("requests", "requests_unended"))
+        if point.part("latency_seconds").number("p50") is not None and shows_median(requests, unended):
             yield point.number("value") or 0.0
 
 
