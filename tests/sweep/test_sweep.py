@@ -10,12 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from cli_support import call_here, make_checkpoint
 from megatoken.analysis.sweep import _too_few as sweep_notes
 from megatoken.analysis.sweep import compare_sweeps, found, saturated, summarise_sweep
 from megatoken.analysis.sweep_point import backlog_grows, point_figures
 from megatoken.files import plain
+from megatoken.planning.run_price import broken_limits
 from megatoken.report import write_reports
 from megatoken.report.console import show
 from megatoken.report.documents import Document, checked
@@ -194,6 +196,27 @@ def test_a_load_whose_answers_were_cut_off_is_no_knee() -> None:
     cut = [made_point(n, 400.0, 0.011, requests_unended=67) for n in (32, 64)]
     assert found([*points, *cut])["knee"] == 10
     assert found([*points, *({**point, "requests_unended": 66} for point in cut)])["knee"] == 32
+
+
+def test_a_sweep_breaks_its_limits_where_each_load_does(swept: Path, tmp_path: Path) -> None:
+    """A load breaks them if one of its repeats does."""
+    sweep = tmp_path / "sweep"
+    shutil.copytree(swept, sweep)
+
+    def set_limit(folder: Path, seconds: float) -> None:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config["limits"]["ttft_seconds"]["p99"] = seconds
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+    folders = sorted(path.parent for path in sweep.glob("*/config.yaml"))  # two repeats of each of two loads
+    for seconds, broken in (
+        ((1e-6, 1e-6, 1e-6, 1e-6), True),
+        ((1e-6, 1e3, 1e3, 1e-6), True),
+        ((1e-6, 1e-6, 1e3, 1e3), False),
+    ):
+        for folder, limit in zip(folders, seconds, strict=True):
+            set_limit(folder, limit)
+        assert broken_limits(sweep) is broken
 
 
 def test_a_load_with_failed_requests_is_no_peak() -> None:

@@ -122,10 +122,17 @@ def _checked_run(run: Run | Unreadable, asked: Mapping[str, Any]) -> dict[str, A
 
 
 def broken_limits(path: Path) -> bool:
-    """Whether the runs of a command in the folder ``path`` break their own limits: any of them, or all of a sweep."""
-    runs = [run for run in read_runs(path) if asked_limits(run.config)]
-    broken = [overall(one.answer for one in judge_run(run)) is Answer.NOT_MET for run in runs]
-    return bool(broken) and (all if all("load" in run.result for run in runs) else any)(broken)
+    """Whether the runs of a command in the folder ``path`` break their own limits: any, or in a sweep every load.
+
+    A load breaks them if one of its repeats does, as on the page of the sweep.
+    """
+    broken: dict[float | None, bool] = {}
+    for run in read_runs(path):
+        if asked_limits(run.config):
+            load = (run.result.get("load") or {}).get("value")
+            breaks = overall(one.answer for one in judge_run(run)) is Answer.NOT_MET
+            broken[load] = broken.get(load, False) or breaks
+    return bool(broken) and all(broken.values())
 
 
 def exit_code_of(answer: str | None) -> ExitCode:
