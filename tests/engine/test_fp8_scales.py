@@ -73,6 +73,7 @@ def test_rows_keep_what_one_scale_loses(tmp_path: Path, monkeypatch: pytest.Monk
         engine = make_engine(tmp_path, precision="fp8", fp8_scales=kind)
         assert engine.describe()["fp8_scales"] == kind
         assert "on a GPU" in engine.describe()["why_no_fused_gate"]
+        assert not engine.describe()["screened_head"]
         _, logits = answer_and_logits(engine, prompt, 1, monkeypatch)
         errors[kind] = float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     print(f"\nlogit errors {errors}")

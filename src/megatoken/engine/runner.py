@@ -255,6 +255,7 @@ class ModelRunner:
             "measured_input_scales": self.measured_input_scales,
             "expanded_linears": self.expanded_linears,
             "why_no_fused_gate": why_no_fused_gate(self._config, self._scheme, self._device),
+            "screened_head": self._screened is not None,
             "why_no_gpu": self.why_no_gpu,
         }
 

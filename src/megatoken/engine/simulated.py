@@ -249,6 +249,7 @@ class SimulatedRunner:
             "measured_input_scales": 0,
             "expanded_linears": None,
             "why_no_fused_gate": None,
+            "screened_head": False,
             "why_no_gpu": None,
         }
 
