@@ -162,13 +162,13 @@ def slow_once(setting: Setting) -> Outcomes:
     yield Value("rate", "Rate", "GB/s", [rate, rate, rate])
 
 
-def slow_for_runs(setting: Setting, runs: float) -> Outcomes:
+def slow_for_runs(setting: Setting, runs: float, noise: float = 1.0) -> Outcomes:
     """Slow in so many runs and then as fast as always; cores that other tests take do not count."""
     CoreWait.share = lambda self: 0.0  # type: ignore[method-assign] # in this process alone
     before = len(list(setting.folder.glob("run *")))
     (setting.folder / f"run {before}").touch()
     rate = 60.0 if before < runs else 100.0
-    yield Value("rate", "Rate", "GB/s", [rate, rate + 1, rate - 1])
+    yield Value("rate", "Rate", "GB/s", [rate, rate + noise, rate - noise])
 
 
 def slow_four_times(setting: Setting) -> Outcomes:
@@ -179,3 +179,13 @@ def slow_four_times(setting: Setting) -> Outcomes:
 def slow_always(setting: Setting) -> Outcomes:
     """Slow by itself."""
     yield from slow_for_runs(setting, math.inf)
+
+
+def noisy_four_times(setting: Setting) -> Outcomes:
+    """Slow while another machine works on the same host, and noisy."""
+    yield from slow_for_runs(setting, 4, noise=8.0)
+
+
+def noisy_always(setting: Setting) -> Outcomes:
+    """Slow by itself on a noisy machine."""
+    yield from slow_for_runs(setting, math.inf, noise=8.0)

@@ -118,6 +118,43 @@ def test_a_value_of_one_run_may_differ_as_much_as_two_runs_of_the_others_do(
     assert spread_between_runs([]) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("windows", "better", "core_wait_share", "verdict"),
+    [
+        ((50.0, 71.0, 60.0), "higher", 0.0, "FAIL"),
+        ((50.0, 71.0, 60.0), "higher", None, "FAIL"),
+        ((50.0, 71.0, 60.0), "higher", 0.06, "MARGINAL"),  # the reason is known
+        ((50.0, 71.3, 60.0), "higher", 0.0, "MARGINAL"),
+        ((50.0, 71.0, 60.0, 99.0), "higher", 0.0, "MARGINAL"),
+        ((200.0, 132.0, 160.0), "lower", 0.0, "FAIL"),
+        ((200.0, 131.0, 160.0), "lower", 0.0, "MARGINAL"),
+        ((200.0, 132.0, 160.0, 101.0), "lower", 0.0, "MARGINAL"),
+    ],
+)
+def test_a_noisy_value_fails_if_its_fastest_window_is_far_behind_the_slowest_of_the_baseline(
+    windows: tuple[float, ...], better: str, core_wait_share: float | None, verdict: str
+) -> None:
+    value, earlier = rate(*windows, better=better), Earlier(100.0, 0.05, slowest=100.0)
+    assert is_noisy(value, core_wait_share, None, earlier)
+    judged = judge(value, None, earlier, noisy=True, core_wait_share=core_wait_share)
+    assert judged.verdict == verdict
+    if verdict == "FAIL":
+        assert "in its fastest window; the baseline's slowest had 100 GB/s, 25% worse is allowed" in judged.reason
+    unknown = judge(value, None, replace(earlier, slowest=None), noisy=True, core_wait_share=core_wait_share)
+    assert unknown.verdict == Verdict.MARGINAL
+
+
+def test_the_slowest_window_of_a_baseline_is_the_longest_time_or_the_lowest_rate(tmp_path: Path) -> None:
+    path = tmp_path / "qualify.json"
+    common = {"title": "Rate", "unit": "GB/s", "median": 2.0, "spread": 0.1}
+    windows = {"higher": [3.0, 1.0, 2.0], "lower": [2.0, 3.0, 1.0], "": None}
+    values = [common | {"name": better, "better": better, "windows": found} for better, found in windows.items()]
+    tests = [{"runs": 2, "values": values}]
+    path.write_text(json.dumps({"kind": "qualify", "schema_version": 1, "device": "H200", "tests": tests}))
+    slowest = [earlier.slowest for earlier in read_baseline(path, "H200").values()]
+    assert slowest == [1.0, 3.0, None]
+
+
 def test_noise_of_a_baseline_does_not_hide_a_steady_value_far_behind_it() -> None:
     judged = judge(rate(70.0), None, Earlier(100.0, 0.3), noisy=False)
     assert judged.verdict == Verdict.FAIL

@@ -166,6 +166,25 @@ def test_a_slow_value_fails_only_if_it_stays_slow_at_the_end(
 
 
 @pytest.mark.parametrize(
+    ("name", "verdict", "runs"), [("noisy_four_times", "MARGINAL", 5), ("noisy_always", "FAIL", 6)]
+)
+def test_a_noisy_value_fails_only_if_it_stays_far_behind_in_every_window(
+    name: str, verdict: str, runs: int, tiny: Setting, tmp_path: Path
+) -> None:
+    saved = tmp_path / "earlier.json"
+    saved.write_text(to_json(run("steady", setting=tiny)))
+    document = run(name, setting=tiny, baseline=saved)
+    (test,) = document["tests"]
+    (value,) = test["values"]
+    assert value["noisy"]
+    assert (test["verdict"], test["runs"]) == (verdict, runs)
+    assert ("68.0 GB/s in its fastest window; the baseline's slowest had 99.0" in value["reason"]) is (
+        verdict == "FAIL"
+    )
+    assert exit_code(document) == (ExitCode.INVALID if verdict == "FAIL" else ExitCode.OK)
+
+
+@pytest.mark.parametrize(
     ("device", "order"),
     [
         ("cpu", ["slow", "other", "also slow"] + ["slow", "also slow"] * (1 + CONFIRMATIONS // 2)),

@@ -18,7 +18,10 @@ MARGIN = 0.05
 SPREADS = 3
 """A difference from a baseline within so many spreads is noise."""
 MOST_TOLERANCE = 0.25
-"""However noisy two values are, one that is worse than its baseline by more than this does not pass."""
+"""However noisy two values are, one that is worse than its baseline by more than this does not pass.
+
+If even its fastest window is so much worse than the slowest of the baseline, it fails.
+"""
 CONTENTION = 0.05
 """Share of its time that a value waited for cores, above which it counts as noisy."""
 HEADLINES = (
@@ -91,9 +94,15 @@ def is_noisy(
 
 
 def judge(
-    outcome: Outcome, band: Band | None, earlier: Earlier | None, *, noisy: bool, between_runs: float = 0.0
+    outcome: Outcome,
+    band: Band | None,
+    earlier: Earlier | None,
+    *,
+    noisy: bool,
+    between_runs: float = 0.0,  # see ``tolerance``
+    core_wait_share: float | None = None,  # as given to ``is_noisy``
 ) -> Judged:
-    """The verdict on one value; ``between_runs``: see ``tolerance``."""
+    """The verdict on one value."""
     if not isinstance(outcome, Value):
         return Judged(Verdict.NOT_RUN, f"{outcome.reason}; {outcome.enable}")
     if not outcome.windows or not all(map(math.isfinite, outcome.windows)):
@@ -111,6 +120,9 @@ def judge(
         return Judged(Verdict.NO_REFERENCE)
     judged = max(found, key=lambda one: ORDER.index(one.verdict))
     if judged.verdict is not Verdict.PASS and noisy:
+        waited = (core_wait_share or 0.0) > CONTENTION
+        if not waited and (far_behind := _far_behind(outcome, earlier)):
+            return far_behind
         return Judged(Verdict.MARGINAL, f"{judged.reason}; the value is noisy: repeat it on a quiet machine")
     return judged
 
@@ -128,6 +140,21 @@ def _compared(
         limit = earlier.median * (1 + allowed if lower else 1 - allowed)
         reference = f"the baseline had {number(earlier.median)} {value.unit}, {allowed:.1%} worse is allowed"
         yield _graded(value, median, limit, reference)
+
+
+def _far_behind(value: Value, earlier: Earlier | None) -> Judged | None:
+    """FAIL if no window of a noisy value is near any of the baseline's, else None: noise does not reach all of them."""
+    if earlier is None or earlier.slowest is None:
+        return None
+    lower = value.better == "lower"
+    fastest = min(value.windows) if lower else max(value.windows)
+    limit = earlier.slowest * (1 + MOST_TOLERANCE if lower else 1 - MOST_TOLERANCE)
+    if _graded(value, fastest, limit, "").verdict is not Verdict.FAIL:
+        return None
+    slowest = (
+        f"the baseline's slowest had {number(earlier.slowest)} {value.unit}, {MOST_TOLERANCE:.0%} worse is allowed"
+    )
+    return Judged(Verdict.FAIL, f"noisy, and {number(fastest)} {value.unit} in its fastest window; {slowest}")
 
 
 def tolerance(value: Value, earlier: Earlier, between_runs: float = 0.0) -> float:
@@ -148,13 +175,13 @@ def spread_between_runs(values: Iterable[Value]) -> float:
     return NORMAL_MAD * statistics.median([one.drift for one in values if one.better in SPEEDS] or [0.0])
 
 
-def _graded(value: Value, median: float, limit: float, reference: str) -> Judged:
+def _graded(value: Value, measured: float, limit: float, reference: str) -> Judged:
     """PASS up to the limit, MARGINAL within 5 % behind it."""
     lower = value.better == "lower"
-    if median <= limit if lower else median >= limit:
+    if measured <= limit if lower else measured >= limit:
         return Judged(Verdict.PASS)
-    near = median <= limit * (1 + MARGIN) if lower else median >= limit * (1 - MARGIN)
-    reason = f"{number(median)} {value.unit}; {reference}"
+    near = measured <= limit * (1 + MARGIN) if lower else measured >= limit * (1 - MARGIN)
+    reason = f"{number(measured)} {value.unit}; {reference}"
     return Judged(Verdict.MARGINAL if near else Verdict.FAIL, reason)
 
 

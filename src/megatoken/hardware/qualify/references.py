@@ -30,11 +30,15 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A value of an earlier qualification: its median and relative spread, and how often its test ran."""
+    """A value of an earlier qualification: its median and relative spread, and how often its test ran.
+
+    ``slowest``: the worst of its windows; None if it had none.
+    """
 
     median: float
     spread: float
     runs: int = 1
+    slowest: float | None = None
 
 
 @cache
@@ -84,9 +88,15 @@ def read_baseline(path: Path, device: str) -> dict[tuple[str, str, str], Earlier
         raise UsageError(f"--baseline {path}: is about {other}, this is {device}; give one of this machine")
     return {
         (str(value.get("name")), str(value.get("title")), str(value.get("unit"))): Earlier(
-            value["median"], value["spread"], test["runs"] if is_number(test.get("runs")) else 1
+            value["median"], value["spread"], test["runs"] if is_number(test.get("runs")) else 1, _slowest(value)
         )
         for test in mappings(document.get("tests"))
         for value in mappings(test.get("values"))
         if is_number(value.get("median")) and is_number(value.get("spread"))
     }
+
+
+def _slowest(value: Mapping[str, Any]) -> float | None:
+    windows = value.get("windows")
+    numbers = [one for one in windows if is_number(one)] if isinstance(windows, list) else []
+    return (max if value.get("better") == "lower" else min)(numbers, default=None)

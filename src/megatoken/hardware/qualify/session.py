@@ -48,7 +48,8 @@ def qualify(
     """Run tests and yield the document after each of them, the last one complete.
 
     Some tests run a second time after the others, so that a drift of the machine shows in their windows. Then so does a
-    test that failed only because it was slow. If its two runs differ, its values are noisy, and these do not fail.
+    test that failed only because it was slow. If its two runs differ, its values are noisy, and these fail only if they
+    are far behind in every window.
 
     What is slow in both may still be the work of another machine on the same host, which the system does not show, but
     which comes and goes. A test of a processor therefore runs again at the end, and fails only if it is slow each time.
@@ -212,7 +213,9 @@ def _value_entry(
     published = band(part, outcome.name, outcome.unit)
     before = earlier.get((outcome.name, outcome.title, outcome.unit))
     noisy = is_noisy(outcome, one.core_wait_share, published, before, between_runs)
-    judged = judge(outcome, published, before, noisy=noisy, between_runs=between_runs)
+    judged = judge(
+        outcome, published, before, noisy=noisy, between_runs=between_runs, core_wait_share=one.core_wait_share
+    )
     allowed = None
     if before and outcome.windows and outcome.better in SPEEDS:
         allowed = tolerance(outcome, before, between_runs)
