@@ -155,10 +155,10 @@ def test_an_error_of_the_engine_reaches_every_open_request(directory: Path, monk
     engine = make_engine(directory, threads=1)
     step, steps = engine._runner._compute, itertools.count()
 
-    def fail_after_the_first(*arguments: object) -> object:
+    def fail_after_the_first(*arguments: object, **options: object) -> object:
         if next(steps):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(*arguments)
+        return step(*arguments, **options)
 
     monkeypatch.setattr(engine._runner, "_compute", fail_after_the_first)
     ended = []
