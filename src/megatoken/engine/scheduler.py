@@ -246,8 +246,9 @@ class Scheduler:
             active = np.delete(active, resting.nonzero()[0])
             resting_decodes = resting[:decodes].nonzero()[0]
             silent, active_decodes = [*unfinished, *resting_decodes.tolist()], decodes - len(resting_decodes)
-        # Attention that starts with the longest sequences does not end with some that run alone.
-        active[:active_decodes] = active[np.argsort(-start[active[:active_decodes]], kind="stable")]
+        # Attention that starts with the longest sequences does not end with some that run alone. 16 bits sort faster.
+        shortness = np.uint16(65535) - np.minimum(start[active[:active_decodes]], 65535).astype(np.uint16)
+        active[:active_decodes] = active[np.argsort(shortness, kind="stable")]
         groups = shares.groups_of(slot[active])
         if shares.several:
             shares.note_step(slot, self._ends(), silent, chunks.unfinished)
