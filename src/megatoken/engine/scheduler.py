@@ -241,15 +241,18 @@ class Scheduler:
             self._windows.give(slot[growing], start[growing], count[growing])
         sample = np.ones(running, dtype=np.bool_)
         unfinished = [decodes + at for at, _ in chunks.unfinished.values()]
-        active, silent, active_decodes = np.arange(running), unfinished, decodes
+        active: slice | NDArray[np.bool_] = slice(None)
+        silent, active_decodes = unfinished, decodes
         if resting is not None:
-            active = np.delete(active, resting.nonzero()[0])
+            active = np.ones(running, dtype=np.bool_)
+            active[: len(resting)] = ~resting
             resting_decodes = resting[:decodes].nonzero()[0]
             silent, active_decodes = [*unfinished, *resting_decodes.tolist()], decodes - len(resting_decodes)
         # Attention that starts with the longest sequences does not end with some that run alone. 16 bits sort faster.
-        shortness = np.uint16(65535) - np.minimum(start[active[:active_decodes]], 65535).astype(np.uint16)
-        active[:active_decodes] = active[np.argsort(shortness, kind="stable")]
-        groups = shares.groups_of(slot[active])
+        planned, start = slot[active].copy(), start[active]
+        by_length = np.argsort(65535 - np.minimum(start[:active_decodes], 65535).astype(np.uint16), kind="stable")
+        planned[:active_decodes], start[:active_decodes] = planned[by_length], start[by_length]
+        groups = shares.groups_of(planned)
         if shares.several:
             shares.note_step(slot, self._ends(), silent, chunks.unfinished)
         else:
@@ -271,9 +274,9 @@ class Scheduler:
                 self._length = self._length[order]
         plan = StepPlan(
             step=self._step,
-            slot=slot[active],
-            request_id=self._request_ids.take(slot[active]),
-            start=start[active],
+            slot=planned,
+            request_id=self._request_ids.take(planned),
+            start=start,
             count=count[active],
             sample=sample[active],
             decodes=active_decodes,
