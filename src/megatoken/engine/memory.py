@@ -197,10 +197,11 @@ def plan_memory_of(
         max_length = min(max_length, given_pages * page_size)
     default_rows = DEFAULT_MAX_BATCHED_TOKENS[device]
     weights = weight_bytes(model, scheme, device) - packed_saves
-    if on_gpu and config.tensor_parallel == 1 and model.experts is None and model.parameters > LARGE_MODEL_PARAMETERS:
-        default_rows = LARGE_MODEL_TOKENS_ON_GPU
-    elif on_gpu and config.tensor_parallel == 1 and model.experts is None and config.throughput_only:
-        default_rows = THROUGHPUT_TOKENS_ON_GPU
+    if on_gpu and config.tensor_parallel == 1 and model.experts is None:
+        if model.parameters > LARGE_MODEL_PARAMETERS:
+            default_rows = LARGE_MODEL_TOKENS_ON_GPU
+        elif config.throughput_only:
+            default_rows = THROUGHPUT_TOKENS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:
         default_rows = LARGE_WEIGHTS_TOKENS_ON_CPU
     max_batched_tokens = config.max_batched_tokens or default_rows

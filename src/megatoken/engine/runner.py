@@ -352,7 +352,10 @@ class ModelRunner:
         *,
         only_highest: bool = False,
     ) -> _Computed:
-        """The logits of one step on the device, and on rank 0 the logprobs that are wanted of ``prompts``."""
+        """The logits of one step on the device, and on rank 0 the logprobs that are wanted of ``prompts``.
+
+        With ``only_highest`` there may be no logits, only the greedy ids.
+        """
         if len(places):
             return self._compute_prompts(arrays, places, prompts)
         if self._graphs is not None and self._graphs.takes(arrays):
@@ -407,7 +410,10 @@ class ModelRunner:
     def finish(self, computed: _Computed, choice: _Choice | None) -> SampledIds:
         """The end of a step on the device; ``choice`` replaces the greedy ids of the requests that want others."""
         logits_SV, ids_S, slots_S, prompt_logprobs = computed
-        logprobs = None if choice is None or logits_SV is None else choice.choose(logits_SV, ids_S)
+        logprobs = None
+        if choice is not None:
+            assert logits_SV is not None  # only steps without one ask for the highest alone
+            logprobs = choice.choose(logits_SV, ids_S)
         if self._group is not None:
             self._group.share(ids_S)
         # A step that is already on its way reads every value here as the id of a token.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatoken.engine.config import EngineConfig, ExpertsConfig, ModelConfig
 from megatoken.engine.device import why_no_fused_gate
+from megatoken.engine.memory import screens_head
 from megatoken.engine.ops import fused, nvrtc, paged_attention, prompt_attention, tokens
 from megatoken.engine.ops.cuda_linear import Linear
 from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
@@ -159,6 +160,9 @@ def launches(
         ]
     if not any(consumer.takes_bf16 for consumer in consumers):
         inputs += [partial(normed, Linear(norm_D, None), count) for count in counts]
+    if screens_head(config, scheme, device.type, ranks):
+        margin_D = zeros(config.hidden_size, dtype=torch.float32)
+        inputs.append(lambda: decide(logits_TV[:0], x_TD[:0], x_TD, margin_D))
     if ranks > 1 and scheme.fused_all_reduce and FusedAllReduce.reachable(ranks):
         inputs += shared_launches(config, consumers, device, ranks)
     return [
@@ -184,7 +188,6 @@ def launches(
         lambda: tokens.argmax_rows(logits_TV),
         lambda: tokens.argmax_rows(logits_TV, programs=1),
         lambda: tokens.draw_rows(logits_TV, indices_T.long(), ones_T, ones_T),
-        lambda: decide(logits_TV[:0], x_TD[:0], x_TD, zeros(config.hidden_size, dtype=torch.float32)),
     ]  # fmt: skip
 
 
