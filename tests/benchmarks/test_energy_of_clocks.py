@@ -40,7 +40,7 @@ def test_shipped_constants_are_the_fit_of_the_stored_points() -> None:
         for form, fitted in zip(shipped["forms"], found["forms"], strict=True):
             for name in ("exponent", "constant_joules", "clock_joules"):
                 assert form[name] == pytest.approx(fitted[name], abs=6e-4)
-            assert fitted["root_mean_square_error"] < 0.015 and fitted["largest_error"] < 0.04
+            assert fitted["root_mean_square_error"] < 0.02 and fitted["largest_error"] < 0.04
 
 
 def test_a_model_is_found_again_from_points_that_follow_it() -> None:
