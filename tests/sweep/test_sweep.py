@@ -149,6 +149,11 @@ def test_an_open_loop_counts_from_the_time_due(flags: list[object], tmp_path: Pa
     [
         (("--concurrency", "1", "--rates", "2"), "give one of them"),
         (("--arrivals", "gamma"), "give --rates"),
+        (("--arrivals", "poisson", "--concurrency", "2"), "--arrivals poisson: only with --rates"),
+        (("--arrivals", "constant", "--trace", "/x"), "--arrivals constant: only with --rates"),
+        (("--arrivals", "gamma", "--users", "2", "--profile", "rag"), "--arrivals gamma: only with --rates"),
+        (("--settle", "2", "--rules", "endpoints-v1.0"), "--settle 2: --rules decide"),
+        (("--settle", "2", "--rates", "1@5"), "--settle: stages have their own lengths"),
         (("--burstiness", "1", "--rates", "2"), "--arrivals gamma"),
         (("--scenario", "offline"), "not a setting of a sweep"),
         (("--rate", "3"), "not a setting of a sweep"),
@@ -166,7 +171,7 @@ def test_an_open_loop_counts_from_the_time_due(flags: list[object], tmp_path: Pa
     ],
 )
 def test_what_a_sweep_refuses(wrong: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    code, _, err = call_here("sweep", *wrong, "--out", tmp_path / "none")
+    code, _, err = call_here("sweep", *wrong, "--dry-run", "--out", tmp_path / "none")
     assert code == 2
     assert message in err
     assert not (tmp_path / "none").exists()

@@ -43,6 +43,7 @@ _OWN: tuple[str, ...] = (
     *("text", "rack.count"),
 )
 _OWN += ("min_duration_seconds",)
+_SETTLE_SECONDS = 2.0  # of --settle
 
 SweepCommand = key_command(
     {
@@ -68,8 +69,9 @@ def sweep(
         str | None, flag("0.5,1,2|auto|1-9@60", "Open loop: requests per second; auto: by the warm-up; or stages.")
     ] = None,
     arrivals: Annotated[
-        Literal["constant", "poisson", "gamma"], flag("constant|poisson|gamma", "Arrivals of the open loop.")
-    ] = "poisson",
+        Literal["constant", "poisson", "gamma"] | None,
+        flag("constant|poisson|gamma", "Arrivals of --rates. Default: poisson."),
+    ] = None,
     burstiness: Annotated[
         float | None, flag("SHAPE", "Of gamma arrivals: 1 is Poisson, less is burstier. Default: 0.5.")
     ] = None,
@@ -89,7 +91,7 @@ def sweep(
     window: Annotated[
         float | None, flag("SECONDS", "Length of the measured window of each load. Default: 10; with --rules, theirs.")
     ] = None,
-    settle: Annotated[float, flag("SECONDS", "Shortest time of a load before its window.")] = 2.0,
+    settle: Annotated[float | None, flag("SECONDS", "Shortest time of a load before its window. Default: 2.")] = None,
     rules: Annotated[
         str | None,
         flag("endpoints-v1.0", "Claim the rules of MLPerf Endpoints: verdicts for each point and the curve."),
@@ -113,11 +115,15 @@ def sweep(
     """
     if window is not None and not 1 <= window <= 86_400:
         raise UsageError(f"--window {window:g}: expected 1 to 86,400 seconds")
-    if not 0 <= settle <= 86_400:
+    if settle is not None and not 0 <= settle <= 86_400:
         raise UsageError(f"--settle {settle:g}: expected 0 to 86,400 seconds")
+    if rates is None and arrivals is not None:
+        raise UsageError(f"--arrivals {arrivals}: only with --rates; leave it out, or give --rates")
     config = _config(config_file, ctx.meta[FLAGS], rack, slo)
     other_load = _neighbour(neighbour, rules, config)
     if rules is not None:
+        if settle is not None:
+            raise UsageError(f"--settle {settle:g}: --rules decide what comes before the window; leave it out")
         claim = _claim(
             rules, seed_set or "A", disclosures, concurrency, window, config, others=[trace, speed, rates, burstiness]
         )
@@ -179,7 +185,7 @@ def _talk(
     profile: str | None,
     think: float | None,
     shared_prefix: int,
-    settle: float,
+    settle: float | None,
     window: float | None,
     config: RunConfig,
     others: Sequence[object],
@@ -202,7 +208,7 @@ def _talk(
     values = values_of("--users", users, whole=True)
     chosen = load_profiles(None, [profile])[0] if profile is not None else None
     recorded = read_conversations(conversations) if conversations is not None else None
-    phases = Phases(settle, 10.0 if window is None else window)
+    phases = Phases(_SETTLE_SECONDS if settle is None else settle, 10.0 if window is None else window)
     if config.endpoint.urls is not None and config.endpoint.api is None and config.model == REFERENCE:
         config = config.model_copy(update={"endpoint": config.endpoint.model_copy(update={"api": "chat"})})
 
@@ -284,7 +290,7 @@ def _claim(
     return test
 
 
-def _replay(trace: Path | None, speed: str | None, settle: float, others: list[object]) -> SweepPlan:
+def _replay(trace: Path | None, speed: str | None, settle: float | None, others: list[object]) -> SweepPlan:
     from megatoken.datasets.traces import read_trace
     from megatoken.harness.sweep.plan import SweepPlan, values_of
     from megatoken.harness.sweep.point import Phases
@@ -294,16 +300,17 @@ def _replay(trace: Path | None, speed: str | None, settle: float, others: list[o
             "--trace FILE brings its own load; --speed goes with it, --concurrency, --rates and --window do not"
         )
     values = values_of("--speed", speed or "1", whole=False)
-    return SweepPlan("speed", values, "poisson", 1.0, Phases(settle, None), read_trace(trace))
+    phases = Phases(_SETTLE_SECONDS if settle is None else settle, None)
+    return SweepPlan("speed", values, "poisson", 1.0, phases, read_trace(trace))
 
 
 def _plan(
     concurrency: str | None,
     rates: str | None,
-    arrivals: Literal["constant", "poisson", "gamma"],
+    arrivals: Literal["constant", "poisson", "gamma"] | None,
     burstiness: float | None,
     window: float | None,
-    settle: float,
+    settle: float | None,
 ) -> SweepPlan | StagesPlan:
     from megatoken.harness.sweep.plan import SweepPlan, values_of
     from megatoken.harness.sweep.point import Phases
@@ -311,13 +318,13 @@ def _plan(
 
     if concurrency is not None and rates is not None:
         raise UsageError("--concurrency is a closed loop and --rates an open loop; give one of them")
-    if rates is None and arrivals != "poisson":
-        raise UsageError("--arrivals: only for an open loop; give --rates")
     if burstiness is not None and (arrivals != "gamma" or not 0 < burstiness < 1000):
         raise UsageError(f"--burstiness {burstiness:g}: expected a number above zero, with --arrivals gamma")
     shape = 0.5 if burstiness is None else burstiness
-    if are_stages(concurrency or rates or "") and window is not None:
-        raise UsageError("--window: stages have their own lengths; leave it out")
+    for name, seconds in (("--window", window), ("--settle", settle)):
+        if are_stages(concurrency or rates or "") and seconds is not None:
+            raise UsageError(f"{name}: stages have their own lengths; leave it out")
+    arrivals = arrivals or "poisson"
     if concurrency is not None and are_stages(concurrency):
         return StagesPlan("concurrency", stages_of("--concurrency", concurrency, whole=True), arrivals, shape)
     if rates is not None and are_stages(rates):
@@ -328,4 +335,5 @@ def _plan(
     else:
         values = values_of("--concurrency", concurrency, whole=True) if concurrency is not None else ()
     kind = "concurrency" if rates is None else "rate"
-    return SweepPlan(kind, values, arrivals, shape, Phases(settle, window))
+    phases = Phases(_SETTLE_SECONDS if settle is None else settle, window)
+    return SweepPlan(kind, values, arrivals, shape, phases)
