@@ -450,7 +450,7 @@ def test_a_sweep_is_compared_with_nothing_else(swept: Path, runs: list[Run]) -> 
 
 @pytest.mark.timing
 def test_the_load_changes_within_one_run_and_each_stage_is_a_point(flags: list[object], tmp_path: Path) -> None:
-    load = flags[: flags.index("--window")]
+    load = flags[: flags.index("--settle")]
     code, out, err = call_here("sweep", *load, "--concurrency", "1@1,1-6@2,2@1", "--json", "--out", tmp_path)
     assert code == 0, err
     document = json.loads(out)
