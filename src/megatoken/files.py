@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EDQUOT, EFBIG, EINVAL, ENOSPC
+from itertools import chain, count
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -33,6 +34,13 @@ FIXES = {
     EDQUOT: "make room",
     EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
+
+
+def free_names(wanted: Path) -> Iterator[Path]:
+    """``wanted``, then ``wanted-2``, ``wanted-3``..., without those that exist. The number goes before ``.log``."""
+    name, suffix = wanted.name.removesuffix(".log"), ".log" if wanted.name.endswith(".log") else ""
+    names = chain([wanted.name], (f"{name}-{number}{suffix}" for number in count(2)))
+    return (path for path in map(wanted.with_name, names) if not path.exists())
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], *, movable: bool = True) -> None:

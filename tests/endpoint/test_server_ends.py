@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cli_support import TIMEOUT_SECONDS, call, call_here, started, write_lines
 from megatoken.audit import Severity, audit
 from megatoken.harness.result import CORE_WAIT_SHARE
 from megatoken.runs.run import read_run
+from megatoken.targets.endpoint.server_process import started_server
 
 ANSWERS = 40
 SERVER = """
@@ -303,6 +305,17 @@ def test_ctrl_c_before_the_measurement_leaves_no_log_of_the_server(tmp_path: Pat
         _, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert err.endswith("megatoken: interrupted before the measurement began; nothing was written\n")
     assert list(tmp_path.iterdir()) == [begun]
+
+
+def test_two_servers_that_start_in_one_second_have_a_log_each(tmp_path: Path) -> None:
+    wanted = tmp_path / "20261120T091233Z-server.log"
+    with ExitStack() as servers:
+        commands = [f"sh -c 'echo {word}; exec sleep 1000'" for word in ("one", "two")]
+        logs = [servers.enter_context(started_server(one, wanted, lambda: None, 9))[1] for one in commands]
+        assert logs == [wanted, tmp_path / "20261120T091233Z-server-2.log"]
+        while (said := [log.read_text() for log in logs]) != ["one\n", "two\n"]:
+            assert "".join(said) in ("", "one\n", "two\n")
+            time.sleep(0.05)
 
 
 def test_first_tokens_of_failed_samples_are_not_held_against_a_run(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from errno import EEXIST, ENOTEMPTY
 from functools import partial
-from itertools import chain, count
 from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -26,7 +25,7 @@ import yaml
 from numpy.typing import NDArray
 
 from megatoken.errors import StorageError
-from megatoken.files import plain, redact, storage_error, to_json, write_atomically, write_text
+from megatoken.files import free_names, plain, redact, storage_error, to_json, write_atomically, write_text
 from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.run import (
     CONFIG,
@@ -70,7 +69,7 @@ def new_folder(wanted: Path) -> Iterator[Path]:
     """
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        for path in _free_names(wanted):
+        for path in free_names(wanted):
             try:
                 path.mkdir()
                 break
@@ -338,15 +337,10 @@ class RunFolder:
 
 
 def _rename_to_free_name(draft: Path, wanted: Path) -> Path:
-    for path in _free_names(wanted):
+    for path in free_names(wanted):
         try:
             return draft.rename(path)
         except OSError as error:
             if error.errno not in (ENOTEMPTY, EEXIST):  # another process took the name just now
                 raise
     raise AssertionError("names are endless")
-
-
-def _free_names(wanted: Path) -> Iterator[Path]:
-    names = chain([wanted.name], (f"{wanted.name}-{number}" for number in count(2)))
-    return (path for path in map(wanted.with_name, names) if not path.exists())

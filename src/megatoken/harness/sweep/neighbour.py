@@ -31,14 +31,15 @@ def neighbour(flags: Sequence[str], endpoints: Sequence[str], out: Path) -> Iter
     """
     addresses = [part for endpoint in endpoints for part in ("--endpoint", endpoint)]
     own = [sys.executable, "-P", "-m", "megatoken", "sweep", *addresses, "--window", str(WINDOW_SECONDS)]
-    log, begun = out / "neighbour.log", set(out.glob("*/01-*"))
+    begun = set(out.glob("*/01-*"))
 
     def has_begun() -> None:
         if set(out.glob("*/01-*")) == begun:
             raise AnswerError("its load has not begun")
 
     command = shlex.join([*own, "--out", str(out), *flags])
-    with started_server(command, log, has_begun, LONGEST_START_SECONDS, flag="--neighbour") as process:
+    server = started_server(command, out / "neighbour.log", has_begun, LONGEST_START_SECONDS, flag="--neighbour")
+    with server as (process, log):
         yield
         if process.poll() is not None:
             raise MegatokenError(f"--neighbour: its load ended before that of the sweep; {log} may say why")

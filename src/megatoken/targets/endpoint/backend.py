@@ -78,10 +78,11 @@ class EndpointBackend:
                             f"--start-server: {address.url} answers already: stop that server, or leave out"
                             " --start-server"
                         )
-                log = self._config.out / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-server.log"
+                wanted = self._config.out / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-server.log"
                 self._reporter.stage("starting the server")
                 ready = lambda: self._models(0)  # noqa: E731
-                process = stack.enter_context(started_server(endpoint.start_server, log, ready, endpoint.start_seconds))
+                server = started_server(endpoint.start_server, wanted, ready, endpoint.start_seconds)
+                process, log = stack.enter_context(server)
                 self._log, self._server_end = str(log), lambda: end_of(process, log)
             yield self
 

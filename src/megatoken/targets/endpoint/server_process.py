@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from megatoken.errors import UsageError
-from megatoken.files import storage_error
+from megatoken.files import free_names, storage_error
 from megatoken.targets.endpoint.address import AnswerError
 from megatoken.targets.endpoint.failures import ServerEnd
 
@@ -35,14 +36,15 @@ os.killpg(int(sys.argv[1]), signal.SIGKILL)
 @contextmanager
 def started_server(
     command: str, log: Path, ready: Callable[[], object], seconds: float, flag: str = "--start-server"
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """Starts ``command`` in a session of its own, waits until ``ready`` raises no AnswerError, stops it at the end.
 
-    It is also stopped if this process is killed.
+    It is also stopped if this process is killed. Yields the process and the file that holds its output.
 
     Args:
         command: as a shell would split it.
-        log: file for its output; removed if the command cannot be started, and after KeyboardInterrupt.
+        log: file for its output, or the next of ``free_names`` if it exists; removed if the command cannot be started,
+            and after KeyboardInterrupt.
         ready: asks the server something.
         seconds: how long it may take.
         flag: that asked for it.
@@ -57,7 +59,7 @@ def started_server(
             raise UsageError(f"{flag}: no command")
         made = [folder for folder in (log.parent, *log.parent.parents) if not folder.exists()]
         log.parent.mkdir(parents=True, exist_ok=True)
-        file = log.open("wb")
+        log, file = _new_file(log)
     except ValueError as error:
         raise UsageError(f"{flag} {command}: {error}; quote it as for a shell") from None
     except OSError as error:
@@ -82,7 +84,7 @@ def started_server(
                 _wait(process, log, ready, time.monotonic() + seconds, seconds)
             except UsageError as error:
                 raise UsageError(f"{flag}: {error}") from None
-            yield process
+            yield process, log
         except KeyboardInterrupt:  # only before the measurement, which ends by a signal without it
             _remove(log, made)
             raise
@@ -91,6 +93,13 @@ def started_server(
             if guard is not None:
                 guard.kill()
                 guard.communicate()
+
+
+def _new_file(wanted: Path) -> tuple[Path, BinaryIO]:
+    for path in free_names(wanted):
+        with suppress(FileExistsError):  # another process took the name just now
+            return path, path.open("xb")
+    raise AssertionError("names are endless")
 
 
 def _remove(log: Path, made: list[Path]) -> None:
