@@ -21,7 +21,7 @@ import pytest
 from cli_support import TIMEOUT_SECONDS, call, call_here, started, write_lines
 from megatoken.audit import Severity, audit
 from megatoken.harness.result import CORE_WAIT_SHARE
-from megatoken.runs.run import read_run
+from megatoken.runs.run import Verdict, read_run
 from megatoken.targets.endpoint.server_process import started_server
 
 ANSWERS = 40
@@ -305,6 +305,41 @@ def test_ctrl_c_before_the_measurement_leaves_no_log_of_the_server(tmp_path: Pat
         _, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert err.endswith("megatoken: interrupted before the measurement began; nothing was written\n")
     assert list(tmp_path.iterdir()) == [begun]
+
+
+def test_ctrl_c_while_the_server_of_a_written_run_stops_says_where_the_run_is(tmp_path: Path) -> None:
+    script, port, asked_to_stop, out = tmp_path / "server.py", free_port(), tmp_path / "asked", tmp_path / "runs"
+    goes_on = f"import signal\nsignal.signal(signal.SIGINT, lambda *_: open({str(asked_to_stop)!r}, 'w').close())\n"
+    script.write_text(goes_on + SERVER % (10**9, "pass"))
+    with started(
+        *("run", "--endpoint", f"http://127.0.0.1:{port}/v1", "--warm-up", 0, "--samples", 20, "--min-duration", 0),
+        *("--start-server", shlex.join([sys.executable, str(script), str(port)]), "--endpoint.processes", 1),
+        *("--prompts", write_lines(tmp_path / "prompts.jsonl", {"prompt": "ready?", "max_tokens": 8}), "--out", out),
+    ) as process:
+        while not asked_to_stop.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    [log, folder] = sorted(out.iterdir(), key=Path.is_dir)
+    assert process.returncode == 130
+    assert err.endswith(
+        f"megatoken: interrupted after the measurement; the run is in {folder}; megatoken report {folder} writes its"
+        " page\n"
+    )
+    assert read_run(folder).verdict is Verdict.MEASURED
+    assert log.is_file()
+
+
+def test_an_interruption_that_names_a_run_leaves_the_log_of_its_server(tmp_path: Path) -> None:
+    def interrupted(*words: str) -> bool:
+        wanted = tmp_path / "server.log"
+        with pytest.raises(KeyboardInterrupt), started_server("sleep 1000", wanted, lambda: None, 9):
+            raise KeyboardInterrupt(*words)
+        return wanted.exists()
+
+    assert not interrupted()
+    assert interrupted("the run is in runs/one")
 
 
 def test_two_servers_that_start_in_one_second_have_a_log_each(tmp_path: Path) -> None:

@@ -89,8 +89,9 @@ def measure_and_show(
         prepared, path = measure(
             config, test, Progress(json_only), check=check, dry_run=dry_run, brings_requests=brings_requests
         )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted before the measurement began; nothing was written") from None
+    except KeyboardInterrupt as interruption:
+        words = str(interruption) or "interrupted before the measurement began; nothing was written"
+        raise KeyboardInterrupt(words) from None
     if path is None:
         with standard_output():
             print(json.dumps(prepared.plan(), indent=2) if json_only else prepared.describe())

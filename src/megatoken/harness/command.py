@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,15 +41,39 @@ def measure(
 
     Returns:
         What was prepared, and the run folder; None of a dry run.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted; says where the run is if it was written.
     """
     config = with_target_step(config)
+    written: list[Path] = []
+
+    def kept(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
+        written.append(test(prepared, config, target, progress))
+        return written[-1]
+
     try:
-        with open_backend(config, progress) as backend:
-            return measure_on(
-                backend, config, test, progress, check=check, dry_run=dry_run, brings_requests=brings_requests
+        # Twice, because the backend keeps the log of its server only after an interruption that names a run.
+        with _naming_the_run(written), open_backend(config, progress) as backend, _naming_the_run(written):
+            prepared, path = measure_on(
+                backend, config, kept, progress, check=check, dry_run=dry_run, brings_requests=brings_requests
             )
+            written += [path] if path is not None else []
+            return prepared, path
     finally:
         progress.clear()
+
+
+@contextmanager
+def _naming_the_run(written: Sequence[Path]) -> Iterator[None]:
+    """Lets an interruption that comes after a run was written say where it is."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        if interruption.args or not written:
+            raise
+        page = f"megatoken report {shlex.quote(str(written[-1]))} writes its page"
+        raise KeyboardInterrupt(f"interrupted after the measurement; the run is in {written[-1]}; {page}") from None
 
 
 def measure_on(

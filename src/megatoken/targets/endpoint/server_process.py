@@ -44,7 +44,7 @@ def started_server(
     Args:
         command: as a shell would split it.
         log: file for its output, or the next of ``free_names`` if it exists; removed if the command cannot be started,
-            and after KeyboardInterrupt.
+            and after a KeyboardInterrupt without words, which comes before the measurement.
         ready: asks the server something.
         seconds: how long it may take.
         flag: that asked for it.
@@ -85,8 +85,9 @@ def started_server(
             except UsageError as error:
                 raise UsageError(f"{flag}: {error}") from None
             yield process, log
-        except KeyboardInterrupt:  # only before the measurement, which ends by a signal without it
-            _remove(log, made)
+        except KeyboardInterrupt as interruption:
+            if not interruption.args:  # else it names a run, which names the log
+                _remove(log, made)
             raise
         finally:
             _stop(process)
