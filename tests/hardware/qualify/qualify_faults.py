@@ -95,6 +95,17 @@ def no_room(setting: Setting) -> Outcomes:
     yield
 
 
+def no_room_for_more(setting: Setting) -> Outcomes:
+    """The first value fits into memory, the second does not."""
+    yield Value("errors", "Errors", "errors", [0], "zero")
+    raise MemoryError
+
+
+def no_windows(setting: Setting) -> Outcomes:
+    """A value that was never measured."""
+    yield Value("rate", "Rate", "GB/s", [])
+
+
 def broken(setting: Setting) -> Outcomes:
     """Fails after its first value."""
     yield Value("rate", "Rate", "GB/s", [100.0])

@@ -55,6 +55,7 @@ def test_a_healthy_machine_has_no_fault_and_later_tests_know_what_was_measured(t
     ("name", "values", "words"),
     [
         ("impossible", 1, "measurement error: 1000% of what is possible"),
+        ("no_windows", 1, "the test returned no finite number"),
         ("broken", 1, "RuntimeError: illegal memory access"),
         ("crash", 1, "was ended by SIGSEGV"),
         ("flipped_product", 1, "1 wrong; expected 0"),
@@ -81,11 +82,18 @@ def test_a_hanging_test_is_stopped_and_the_others_run(tiny: Setting) -> None:
     assert steady["verdict"] == "PASS"
 
 
-@pytest.mark.parametrize(("name", "reason"), [("not_run", "no such device; plug one in"), ("no_room", "does not fit")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("not_run", "no such device; plug one in"),
+        ("no_room", "does not fit"),
+        ("no_room_for_more", "not enough memory; free memory, or stop other work"),
+    ],
+)
 def test_what_could_not_run_is_neither_a_pass_nor_a_fault(name: str, reason: str, tiny: Setting) -> None:
     document = run("steady", name, setting=tiny)
     assert document["tests"][1]["verdict"] == "NOT RUN"
-    assert reason in document["tests"][1]["values"][0]["reason"]
+    assert reason in document["tests"][1]["values"][-1]["reason"]
     assert exit_code(document) == ExitCode.DEGRADED
 
 

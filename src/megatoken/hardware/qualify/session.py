@@ -115,7 +115,7 @@ def qualify(
 
 
 def exit_code(document: dict[str, Any]) -> ExitCode:
-    """0 if nothing failed; 3 if a value failed; 4 if a whole test did not run."""
+    """0 if nothing failed; 3 if a value failed; 4 if a test did not run, or not to its end."""
     verdicts = [test["verdict"] for test in document["tests"]]
     if Verdict.FAIL in verdicts:
         return ExitCode.INVALID
@@ -167,7 +167,7 @@ def test_entry(
     return {
         "name": test.name,
         "title": test.title,
-        "verdict": Verdict.FAIL if fault is not None else _verdict_of(values),
+        "verdict": Verdict.FAIL if fault is not None else _verdict_of(test.name, values),
         "fault": fault,
         "seconds": sum(run.seconds for run in runs),
         "runs": len(runs),
@@ -196,10 +196,11 @@ def _is_slow(result: dict[str, Any]) -> bool:
     return result["fault"] is None and bool(failed) and "zero" not in failed
 
 
-def _verdict_of(values: list[dict[str, Any]]) -> Verdict:
-    """The worst of the values that ran; NOT RUN only if none did."""
-    verdicts: list[Verdict] = [value["verdict"] for value in values]
-    return worst([verdict for verdict in verdicts if verdict is not Verdict.NOT_RUN] or verdicts)
+def _verdict_of(name: str, values: list[dict[str, Any]]) -> Verdict:
+    """The worst of the values that ran; NOT RUN if none did, or if the test ended early, which has the test's name."""
+    ended_early = any(value["name"] == name and value["verdict"] is Verdict.NOT_RUN for value in values)
+    ran = [value["verdict"] for value in values if value["verdict"] is not Verdict.NOT_RUN]
+    return worst([*ran, Verdict.NOT_RUN] if ended_early else ran)
 
 
 def _value_entry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,8 +49,8 @@ class Value:
 
     @property
     def median(self) -> float:
-        """Of the windows."""
-        return statistics.median(self.windows)
+        """Of the windows; NaN of none."""
+        return statistics.median(self.windows) if self.windows else math.nan
 
     @property
     def best_median(self) -> float:
@@ -58,8 +59,8 @@ class Value:
 
     @property
     def spread(self) -> float:
-        """Robust standard deviation of the windows over their median; 0 for one window or a median of 0."""
-        if not self.median:
+        """Robust standard deviation of the windows over their median; 0 for at most one window or a median of 0."""
+        if not self.windows or not self.median:
             return 0.0
         return NORMAL_MAD * statistics.median(abs(one - self.median) for one in self.windows) / abs(self.median)
 

@@ -30,7 +30,7 @@ MEANING = {
     "MARGINAL": "a value is slightly worse than its reference, or worse but noisy",
     "FAIL": "a fault was found",
     "NO REFERENCE": "no error was found, no speed could be judged; keep the file of a full run as the --baseline",
-    "NOT RUN": "a whole test did not run",
+    "NOT RUN": "a test did not run, or not to its end",
 }
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
 LEAST_SHARE_DRAWN = 0.001
