@@ -15,7 +15,7 @@ from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
 from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge, overall, spread_between_runs, tolerance
 from megatoken.hardware.qualify.references import Band, Earlier, _published, band, read_baseline
-from megatoken.hardware.qualify.session import power_cap
+from megatoken.hardware.qualify.session import chosen_gpu, power_cap
 from megatoken.hardware.qualify.values import Bound, NotRun, Value
 from megatoken.hardware.specification import part_name
 
@@ -263,13 +263,27 @@ def test_only_the_parts_of_the_data_sheets_have_references(name: str, part: str)
 
 
 def test_a_power_cap_is_a_fact_and_published_values_do_not_apply() -> None:
-    def machine(watts: float) -> dict[str, object]:
-        return {"gpus": [{"name": "NVIDIA H200", "power_limit_watts": watts}]}
+    def gpu(watts: float) -> dict[str, object]:
+        return {"name": "NVIDIA H200", "power_limit_watts": watts}
 
-    assert power_cap(machine(700.0), "H200", "gpu") is None
-    assert "500 W" in str(power_cap(machine(500.0), "H200", "gpu"))
-    assert power_cap(machine(500.0), "a laptop", "gpu") is None
-    assert power_cap({"gpus": []}, "H200", "gpu") is None
+    assert power_cap("H200", gpu(700.0)) is None
+    assert "500 W" in str(power_cap("H200", gpu(500.0)))
+    assert power_cap("a laptop", gpu(500.0)) is None
+    assert power_cap("H200", None) is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "index"),
+    [("1", None, 1), ("GPU-b1", None, 1), (None, None, 0), (None, "1,0", 1), (None, "GPU-a0", 0), ("7", None, None)],
+)
+def test_name_and_power_limit_are_those_of_the_gpu_that_is_tested(
+    gpu: str | None, visible: str | None, index: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    tested = chosen_gpu([{"index": 0, "uuid": "GPU-a0"}, {"index": 1, "uuid": "GPU-b1"}], gpu)
+    assert (tested and tested["index"]) == index
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,12 @@ def test_of_two_parts_only_the_ratio_is_stated() -> None:
         value = {"name": "rate", "title": "Rate", "unit": "GB/s", "better": "higher", "median": rate}
         value |= {"verdict": "PASS", "windows": [rate], "noisy": False, "core_wait_share": None, "reason": ""}
         test = {"name": "t", "title": "T", "verdict": "PASS", "fault": None, "seconds": 1.0, "values": [value]}
-        return {"tests": [test], "complete": True, "verdict": "PASS"}
+        return {"tests": [test], "complete": True, "verdict": "PASS", "notes": [f"rated {rate:.0f}"]}
 
     both = joined({"a": document(50.0), "b": document(100.0)}, "node", expected=2, seconds=1.0)
     (value,) = both["tests"][-1]["values"]
     assert (value["name"], value["median"], value["verdict"]) == ("ratio_rate", 0.5, "NO REFERENCE")
+    assert both["notes"] == ["rated 50", "node b: rated 100"]
 
 
 def test_collectives_between_processes_have_the_right_results(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

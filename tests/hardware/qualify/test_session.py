@@ -250,6 +250,22 @@ def test_a_test_that_runs_once_may_differ_as_much_as_the_runs_of_the_others(
     assert last["tests"][0]["values"][0]["tolerance"] == (0.25 if drift else 0.05)
 
 
+@pytest.mark.parametrize(("gpu", "device", "capped"), [(None, "H200", True), ("1", "H100", False)])
+def test_a_gpu_is_judged_by_its_own_name_and_power_limit(
+    gpu: str | None, device: str, capped: bool, tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names_and_watts = (("NVIDIA H200", 500.0), ("NVIDIA H100 80GB HBM3", 700.0))
+    cards = [
+        {"index": index, "uuid": f"GPU-{index}", "name": name, "power_limit_watts": watts}
+        for index, (name, watts) in enumerate(names_and_watts)
+    ]
+    monkeypatch.setattr(session, "take_inventory", lambda: {"gpus": cards})
+    monkeypatch.setattr(session, "run_alone", lambda *_: Ended((), 0.1, None))
+    *_, document = qualify([HardwareTest("none", "None", "")], tiny, "gpu", gpu=gpu)
+    assert (document["device"], bool(document["notes"])) == (device, capped)
+
+
 def test_a_test_that_runs_twice_shows_drift(tiny: Setting) -> None:
     twice = replace(fault("slow_once"), twice=True)
     *_, first, document = qualify([twice, fault("steady")], tiny, "cpu")

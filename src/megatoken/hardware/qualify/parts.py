@@ -131,7 +131,9 @@ def joined(
     if len(documents) > 1:
         tests.append(spread({name: one["tests"] for name, one in documents.items()}, kind))
     tests += more
+    notes = [f"{kind} {name}: {note}" for name, other in others for note in other["notes"]]
     merged = dict(document) | {
+        "notes": [*document["notes"], *notes],
         "parts": {"kind": kind, "names": list(documents), "first": first},
         "tests": tests,
         "seconds": seconds,

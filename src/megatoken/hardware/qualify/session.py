@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -58,8 +59,9 @@ def qualify(
         UsageError: ``baseline`` cannot be used.
     """
     machine = take_inventory()
-    part = part_of(machine, device)
-    capped = power_cap(machine, part, device)
+    tested = chosen_gpu(machine["gpus"], gpu) if device == "gpu" else None
+    part = part_of(machine, device, tested)
+    capped = power_cap(part, tested)
     earlier = {} if baseline is None else read_baseline(baseline, part)
     if suffix:
         earlier = {
@@ -122,18 +124,25 @@ def exit_code(document: dict[str, Any]) -> ExitCode:
     return ExitCode.DEGRADED if Verdict.NOT_RUN in verdicts or not document["complete"] else ExitCode.OK
 
 
-def part_of(machine: dict[str, Any], device: Device) -> str:
+def chosen_gpu(found: Sequence[dict[str, Any]], gpu: str | None) -> dict[str, Any] | None:
+    """The one of the machine's GPUs that CUDA_VISIBLE_DEVICES names so; None: the first visible. None if none fits."""
+    if gpu is None:
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+    return next((one for one in found if gpu == str(one["index"]) or str(one["uuid"]).startswith(gpu or "-")), None)
+
+
+def part_of(machine: dict[str, Any], device: Device, tested: dict[str, Any] | None) -> str:
     """The name that references are found by: of the GPU as in gpu_specs.csv if it is there, else the processor's."""
     if device == "cpu":
         return f"{machine['cpu']['model'] or machine['machine']}, {machine['cpu']['usable_cores']} cores"
-    names = [gpu["name"] for gpu in machine["gpus"]] or _driver_names()
+    names = [tested["name"]] if tested else _driver_names()
     return part_name(names[0]) if names and names[0] else "an unknown GPU"
 
 
-def power_cap(machine: dict[str, Any], part: str, device: Device) -> str | None:
+def power_cap(part: str, tested: dict[str, Any] | None) -> str | None:
     """Why published values do not apply: the GPU's power limit is below that of its data sheet. None if it is not."""
     sheet = gpus().get(part)
-    limit = machine["gpus"][0]["power_limit_watts"] if device == "gpu" and machine["gpus"] else None
+    limit = tested["power_limit_watts"] if tested else None
     if sheet is None or limit is None or limit >= CAPPED_SHARE * sheet.power_limit_watts:
         return None
     return (
