@@ -9,11 +9,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatoken.engine.gpus import gpus
+from megatoken.errors import CapacityError, MegatokenError
 from megatoken.hardware.nvml import all_gpus, open_nvml
+from megatoken.hardware.qualify.processes import ending_of
 from megatoken.hardware.qualify.processor import cores_within_quota
 from megatoken.hardware.qualify.rank_process import Task, bus_share
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
@@ -28,7 +31,9 @@ TITLES = {
 CPU_SIZES = (2**14, 2**20)
 GPU_SIZES = (2**14, 2**20, 2**27, 2**30)
 MOST_CPU_RANKS = 4
-LIMIT_SECONDS = 100.0
+LIMIT_SECONDS, PERIOD_SECONDS = 100.0, 0.05
+"""The most that all ranks may take, and how often they are looked at."""
+ADVICE = "see megatoken doctor, and repeat with NCCL_DEBUG=INFO"
 
 
 def on_cpu(setting: Setting) -> Outcomes:
@@ -57,11 +62,6 @@ def _collectives(backend: str, ranks: int, sizes: tuple[int, ...], bound: Bound 
     of = f"{ranks} GPUs" if backend == "nccl" else f"{ranks} processes"
     seconds = max(setting.seconds / 2, 0.01)
     for result in run_ranks(backend, ranks, sizes, setting.windows, seconds):
-        if isinstance(result, str):
-            yield NotRun(
-                "collectives", f"Collectives between {of}", result, "megatoken doctor; look at NCCL_DEBUG=INFO"
-            )
-            return
         operation, size = result["operation"], result["bytes"]
         wrong += result["wrong"]
         moved = size * bus_share(operation, ranks) / 1e9
@@ -78,46 +78,62 @@ def _collectives(backend: str, ranks: int, sizes: tuple[int, ...], bound: Bound 
 
 def run_ranks(
     backend: str, ranks: int, sizes: tuple[int, ...], windows: int, seconds: float
-) -> Iterator[dict[str, Any] | str]:
-    """What rank 0 printed, line by line; a text says why the ranks failed and is the last."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = (Path(folder) / "rendezvous").as_uri()
-        tasks = [Task(backend, ranks, rank, file, sizes, windows, seconds) for rank in range(ranks)]
+) -> Iterator[dict[str, Any]]:
+    """What rank 0 printed, line by line.
+
+    Raises:
+        CapacityError: a rank ran out of memory.
+        MegatokenError: a rank failed, or did not end.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
+        rendezvous = (Path(folder) / "rendezvous").as_uri()
         command = [sys.executable, "-m", "megatoken.hardware.qualify.rank_process"]
-        processes = [
-            subprocess.Popen(
-                [*command, task.to_json()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-            )
-            for task in tasks
-        ]
+        # Into files: what NCCL prints about itself would fill a pipe that nothing reads.
+        messages: list[TextIO] = [files.enter_context((Path(folder) / f"{rank}").open("w+")) for rank in range(ranks)]
+        processes: list[subprocess.Popen[str]] = []
         try:
-            yield from _lines(processes)
+            for rank, file in enumerate(messages):
+                task = Task(backend, ranks, rank, rendezvous, sizes, windows, seconds)
+                processes.append(
+                    subprocess.Popen([*command, task.to_json()], stdout=subprocess.PIPE, stderr=file, text=True)
+                )
+            yield from _lines(processes, messages)
         finally:
             for process in processes:
                 process.kill()
                 process.communicate()
 
 
-def _lines(processes: list[subprocess.Popen[str]]) -> Iterator[dict[str, Any] | str]:
-    first = processes[0]
-    assert first.stdout is not None
+def _lines(processes: list[subprocess.Popen[str]], messages: list[TextIO]) -> Iterator[dict[str, Any]]:
+    printed = processes[0].stdout
+    assert printed is not None
     deadline = time.monotonic() + LIMIT_SECONDS
     with selectors.DefaultSelector() as selector:
-        selector.register(first.stdout, selectors.EVENT_READ)
-        while True:
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                yield f"the ranks did not end within {LIMIT_SECONDS:.0f} s"
-                return
-            line = first.stdout.readline()
-            if not line:
+        selector.register(printed, selectors.EVENT_READ)
+        while None in (codes := [process.poll() for process in processes]):
+            # The first that fails is the cause: the others then fail because they wait for it.
+            if any(codes):
                 break
-            yield json.loads(line)
-    for rank, process in enumerate(processes):
-        if process.wait(LIMIT_SECONDS):
-            assert process.stderr is not None
-            words = process.stderr.read().strip().splitlines() or ["no message"]
-            yield f"rank {rank} failed: {words[-1]}"
-            return
+            if time.monotonic() > deadline:
+                raise MegatokenError(
+                    f"the {len(processes)} ranks did not end within {LIMIT_SECONDS:.0f} s and were stopped; {ADVICE}"
+                )
+            if selector.select(PERIOD_SECONDS) and (line := printed.readline()):
+                yield json.loads(line)
+    if any(codes):
+        failed = next(rank for rank, code in enumerate(codes) if code)
+        raise _failure(failed, processes[failed], messages[failed])
+    yield from map(json.loads, printed)
+
+
+def _failure(rank: int, process: subprocess.Popen[str], messages: TextIO) -> MegatokenError:
+    messages.seek(0)
+    words = messages.read().strip().splitlines()
+    # Warnings can follow the error.
+    error = next((line for line in reversed(words) if "Error" in line), "")
+    if "OutOfMemoryError" in error:
+        return CapacityError(error)
+    return MegatokenError(f"rank {rank} {ending_of(process.returncode)}: {error or 'no message'}; {ADVICE}")
 
 
 def _links(count: int) -> Outcomes:

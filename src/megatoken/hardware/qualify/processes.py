@@ -15,7 +15,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
-from megatoken.errors import CapacityError
+from megatoken.errors import CapacityError, MegatokenError
 from megatoken.hardware.core_wait import CoreWait
 from megatoken.hardware.qualify.catalog import HardwareTest
 from megatoken.hardware.qualify.values import NotRun, Outcome, Setting
@@ -86,7 +86,7 @@ def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float, gpu: s
                     finished = True
     except EOFError:
         process.join(GRACE_SECONDS)
-        fault = f"its process {_end_of(process.exitcode)}"
+        fault = f"its process {ending_of(process.exitcode)}"
     finally:
         if not finished:  # before its pipe closes: otherwise it can still print that the pipe is broken
             process.kill()
@@ -95,7 +95,8 @@ def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float, gpu: s
     return Ended(tuple(returned), time.monotonic() - began, fault)
 
 
-def _end_of(exit_code: int | None) -> str:
+def ending_of(exit_code: int | None) -> str:
+    """How a process ended, in words; None: it did not."""
     if exit_code is None or exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name
@@ -131,6 +132,8 @@ def _work(test: HardwareTest, setting: Setting, limit_seconds: float, connection
             wait = CoreWait()
     except (CapacityError, MemoryError) as error:
         not_run(error, "free memory, or stop other work")
+    except MegatokenError as error:
+        fault = str(error)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which this module does not import
             not_run(error, "stop other work on the GPU")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import sys
 import time
@@ -45,6 +46,8 @@ def main() -> None:
     """Run the task in ``sys.argv[1]``."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # NCCL prints its version and, with NCCL_DEBUG, much more to standard output
     given = json.loads(sys.argv[1])
     task = Task(**{**given, "sizes": tuple(given["sizes"])})
     device = torch.device("cuda", task.rank) if task.backend == "nccl" else torch.device("cpu")
@@ -65,9 +68,8 @@ def main() -> None:
             wrong = _total(check(), device)
             seconds = _timed(run, task, device)
             if task.rank == 0:
-                print(
-                    json.dumps({"operation": operation, "bytes": size, "wrong": wrong, "seconds": seconds}), flush=True
-                )
+                result = {"operation": operation, "bytes": size, "wrong": wrong, "seconds": seconds}
+                print(json.dumps(result), file=results, flush=True)
     dist.destroy_process_group()
 
 
