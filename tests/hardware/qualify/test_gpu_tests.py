@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: list[ModuleType] = [gpu_products, gpu_timing, gpu_memory, gpu_kernels, gpu_power]
     for module in modules:
-        monkeypatch.setattr(module, "DEVICE", CPU)
+        monkeypatch.setattr(module, "DEVICE", CPU, raising=False)
         monkeypatch.setattr(module, "gpu_seconds", call_seconds)
     for module in (gpu_products, gpu_power, exact):
         monkeypatch.setattr(module, "gpu_obstacle", lambda scheme: None)
@@ -76,6 +76,7 @@ def test_zeros_are_zeros_and_the_ratio_is_of_both_rates(tiny: Setting) -> None:
     random, zero, ratio = (found[name] for name in ("gemm_fp8_random", "gemm_fp8_zeros", "random_over_zeros"))
     assert isinstance(random, Value) and isinstance(zero, Value) and isinstance(ratio, Value)
     assert ratio.windows[0] == pytest.approx(random.windows[0] / zero.windows[0])
+    assert [one.bound and one.bound.value for one in (random, zero)] == [1979.0] * 2
 
 
 def test_products_in_other_formats_are_rated_and_int8_is_exact(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +151,8 @@ def test_a_power_cap_is_no_slow_down_but_heat_is(
 ) -> None:
     library = StandInNvml(CurrentClocksEventReasons=reasons)
     found = _power(library, tiny, monkeypatch)
-    slow, errors = found["slow_down"], found["errors_under_load"]
+    slow, errors, rate = found["slow_down"], found["errors_under_load"], found["sustained_tflops"]
+    assert isinstance(rate, Value) and rate.bound and rate.bound.value == 1979.0
     assert isinstance(slow, Value) and isinstance(errors, Value)
     assert (slow.note, slow.windows) == (words, [len(list(filter(None, words.split(", "))))])
     assert errors.windows == [0]
@@ -167,6 +169,7 @@ def test_pulses_are_rated_one_by_one_and_errors_between_them_are_found(
     found = values(gpu_power.pulse, tiny)
     rate, errors = found["pulse_tflops"], found["errors_under_load"]
     assert isinstance(rate, Value) and len(rate.windows) == gpu_power.PULSES
+    assert rate.bound and rate.bound.value == 1979.0
     assert isinstance(errors, Value) and (errors.windows, errors.note) == ([1], "1 xid errors, 31")
 
 

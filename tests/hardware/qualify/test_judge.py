@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -233,15 +234,20 @@ def test_a_band_reaches_around_all_published_values() -> None:
     assert band("a laptop", "gemm_fp8_8192", "TFLOP/s") is None
 
 
+def test_no_reference_was_measured_on_another_part() -> None:
+    for (part, _, _), values in _published().items():
+        named = {word.upper() for _, source in values for word in re.split(r"[^A-Za-z0-9]+", source)} & gpus().keys()
+        assert named <= {part}
+
+
 def test_no_published_value_exceeds_its_data_sheet() -> None:
     for (part, name, unit), values in _published().items():
         sheet = gpus()[part]
         if name.startswith("hbm_"):
             assert unit == "GB/s"
             assert max(value for value, _ in values) < sheet.memory_bytes_per_second / 1e9
-        if name.startswith("gemm_"):
-            precision = "fp8" if "fp8" in name else "bf16"
-            assert unit == "TFLOP/s"
+        if unit == "TFLOP/s":
+            precision = "bf16" if "bf16" in name else "fp8"
             assert max(value for value, _ in values) < sheet.operations_per_second[precision] / 1e12  # type: ignore[index]
 
 

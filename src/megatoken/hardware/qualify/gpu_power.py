@@ -16,11 +16,11 @@ from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.schemes import find_scheme
 from megatoken.hardware.nvml import HARMFUL_REASONS, Counters, NvmlGpu, SensorError, nvml_gpu, words_of
 from megatoken.hardware.power import PowerSampler
-from megatoken.hardware.qualify.gpu_products import Weights
-from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_seconds, repeat_for
+from megatoken.hardware.qualify.gpu_products import SCALINGS, Weights, product_bound, start
+from megatoken.hardware.qualify.gpu_timing import device_uuid, gpu_seconds, repeat_for
 from megatoken.hardware.qualify.shapes import products_of
 from megatoken.hardware.qualify.timing import rates
-from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
+from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 
 TOKENS, LAYERS = 2048, 4
 PERIOD_SECONDS = 0.1
@@ -30,25 +30,27 @@ TITLE_OF_ERRORS = "Errors of memory and links, and critical errors, under load"
 TITLE = "Sustained product of a 70B layer"
 
 
-def _full_load() -> tuple[Callable[[], None], float]:
-    """Launches the gate and up product of some 70B layers, in fp8, or bf16 where there is no fp8; and its TFLOP."""
-    torch.cuda.set_device(DEVICE)
-    torch.manual_seed(0)
-    scaling = "bf16" if gpu_obstacle(find_scheme("fp8")) else "tensor"
+def _full_load() -> tuple[Callable[[], None], float, Bound | None]:
+    """Launches the gate and up product of some 70B layers, in fp8, or bf16 where there is no fp8.
+
+    Also returns its TFLOP, and the bound of its rate.
+    """
+    sheet = start()
+    precision = "bf16" if gpu_obstacle(find_scheme("fp8")) else "fp8"
     product = products_of(SHAPES["llama2-70b"])[2]
-    call = Weights(scaling, [product], LAYERS).call(0, TOKENS)
+    call = Weights(SCALINGS[precision], [product], LAYERS).call(0, TOKENS)
 
     def run() -> None:
         for layer in range(LAYERS):
             call(layer)
 
-    return run, LAYERS * product.operations(TOKENS) / 1e12
+    return run, LAYERS * product.operations(TOKENS) / 1e12, product_bound(sheet, precision)
 
 
 @torch.inference_mode()
 def power(setting: Setting) -> Outcomes:
     """The gate and up product of a 70B layer for ``setting.power_seconds``: fp8, or bf16 where there is no fp8."""
-    run, work = _full_load()
+    run, work, bound = _full_load()
     repeat_for(max(1.0, setting.power_seconds / 5), run)  # the clock settles
     name, uuid = "sustained_tflops", device_uuid()
     try:
@@ -61,13 +63,15 @@ def power(setting: Setting) -> Outcomes:
             passes, elapsed = repeat_for(setting.power_seconds, run)
             found = sampler.between(began, time.monotonic())
     except SensorError as error:
-        yield Value(name, TITLE, "TFLOP/s", rates(work, gpu_seconds(run, setting)))
+        yield Value(name, TITLE, "TFLOP/s", rates(work, gpu_seconds(run, setting)), bound=bound)
         yield NotRun("power", "Power, clock and temperature", error.what, error.fix)
         return
     rate = work * passes / elapsed
     note = f"{found.watts / rate:.2f} J per TFLOP"
-    yield Value(name, f"{TITLE}, {elapsed:.0f} s", "TFLOP/s", [rate], note=note)
-    yield Value("power_watts", "Power at full load", "W", [found.watts], "", note=f"limit {limit or 0:.0f} W")
+    yield Value(name, f"{TITLE}, {elapsed:.0f} s", "TFLOP/s", [rate], bound=bound, note=note)
+    yield Value(
+        "power_watts", "Power at full load", "W", [found.watts], "", note=f"limit {limit:.0f} W" if limit else ""
+    )
     if limit:
         yield Value("power_of_limit", "Power at full load, of the limit", "%", [100 * found.watts / limit], "")
     yield Value("clock_mhz", "Clock at full load", "MHz", [found.clock_mhz], "")
@@ -85,7 +89,7 @@ def power(setting: Setting) -> Outcomes:
 @torch.inference_mode()
 def pulse(setting: Setting) -> Outcomes:
     """Idle and full load in turn, as requests arrive: the rate must come back each time, and no error may appear."""
-    run, work = _full_load()
+    run, work, bound = _full_load()
     length = min(PULSE_SECONDS, setting.power_seconds / PULSES)
     try:
         gpu: NvmlGpu | None = nvml_gpu(device_uuid())
@@ -100,7 +104,7 @@ def pulse(setting: Setting) -> Outcomes:
         passes, elapsed = repeat_for(length, run)
         rate.append(work * passes / elapsed)
     title = f"{PULSES} pulses of a 70B product, {length:.2g} s each after as long a pause"
-    yield Value("pulse_tflops", title, "TFLOP/s", rate)
+    yield Value("pulse_tflops", title, "TFLOP/s", rate, bound=bound)
     worst = min(rate) / statistics.median(rate)
     yield Value("pulse_worst", "The slowest pulse, of the median", "%", [100 * worst], "")
     if gpu is None:

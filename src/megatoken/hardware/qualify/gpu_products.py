@@ -66,7 +66,7 @@ class Weights:
 @torch.inference_mode()
 def gemm(setting: Setting) -> Outcomes:
     """Squares in bf16 and fp8, one after the other without a pause, so that power limits them as in real work."""
-    sheet = _start()
+    sheet = start()
     for precision, scaling in SCALINGS.items():
         if obstacle := gpu_obstacle(find_scheme(precision)):
             yield NotRun(f"gemm_{precision}", f"{precision} products", obstacle, "take a GPU that has it")
@@ -75,14 +75,14 @@ def gemm(setting: Setting) -> Outcomes:
             call = Weights(scaling, [Product("square", side, side)], 1).call(0, side)
             rate = rates(2e-12 * side**3, gpu_seconds(lambda call=call: call(0), setting))  # type: ignore[misc]
             title = f"{precision} product of side {side:,}"
-            yield Value(f"gemm_{precision}_{side}", title, "TFLOP/s", rate, bound=_peak(sheet, precision))
+            yield Value(f"gemm_{precision}_{side}", title, "TFLOP/s", rate, bound=product_bound(sheet, precision))
             torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
 def formats(setting: Setting) -> Outcomes:
     """The largest square that the quick set has, in fp32, tf32 and int8, which the engine does not use."""
-    sheet = _start()
+    sheet = start()
     side = setting.sides[min(len(setting.sides), 2) - 1]
     work = 2e-12 * side**3
     bf16 = None if sheet is None else sheet.operations_per_second.get("bf16")
@@ -114,7 +114,7 @@ def _exact_int_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 @torch.inference_mode()
 def layer_products(setting: Setting) -> Outcomes:
     """The four products of a layer in fp8, back to back over distinct layers, as steps do them."""
-    sheet = _start()
+    sheet = start()
     if obstacle := gpu_obstacle(find_scheme("fp8")):
         yield NotRun("layer_products_fp8", "fp8 products of layers", obstacle, "take a GPU that has fp8")
         return
@@ -145,7 +145,7 @@ def layer_products(setting: Setting) -> Outcomes:
 @torch.inference_mode()
 def zeros(setting: Setting) -> Outcomes:
     """The gate and up product of a 70B layer on random values and on zeros, which draw less power."""
-    _start()
+    bound = product_bound(start(), "fp8")
     if obstacle := gpu_obstacle(find_scheme("fp8")):
         yield NotRun("random_over_zeros", "Random values against zeros", obstacle, "take a GPU that has fp8")
         return
@@ -163,20 +163,21 @@ def zeros(setting: Setting) -> Outcomes:
         found.append(rates(work, gpu_seconds(run, setting)))
     random, zero = found
     title = f"70B gate and up product, {ZEROS_TOKENS:,} tokens of"
-    yield Value("gemm_fp8_random", f"{title} random values", "TFLOP/s", random)
-    yield Value("gemm_fp8_zeros", f"{title} zeros", "TFLOP/s", zero)
+    yield Value("gemm_fp8_random", f"{title} random values", "TFLOP/s", random, bound=bound)
+    yield Value("gemm_fp8_zeros", f"{title} zeros", "TFLOP/s", zero, bound=bound)
     ratios = [one / other for one, other in zip(random, zero, strict=True)]
     title = "Rate of random values over that of zeros"
     yield Value("random_over_zeros", title, "of zeros", ratios, note="below 1 where power limits the clock")
 
 
-def _start() -> Gpu | None:
-    """The data sheet of the first GPU. Raises through PyTorch where there is none."""
+def start() -> Gpu | None:
+    """Choose the first GPU and the same random values each time; returns its data sheet. Raises if there is no GPU."""
     torch.cuda.set_device(DEVICE)
     torch.manual_seed(0)
     return data_sheet(torch.cuda.get_device_name(DEVICE))
 
 
-def _peak(sheet: Gpu | None, precision: str) -> Bound | None:
+def product_bound(sheet: Gpu | None, precision: str) -> Bound | None:
+    """The data sheet's rate of products, in TFLOP/s; None where it has none."""
     rate = None if sheet is None else sheet.operations_per_second.get(precision)  # type: ignore[call-overload]
     return None if rate is None else Bound(rate / 1e12, f"data sheet, dense {precision}")
