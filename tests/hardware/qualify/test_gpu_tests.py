@@ -142,6 +142,13 @@ def test_exact_products_in_fp8_and_bf16_are_exact(tiny: Setting, monkeypatch: py
     assert [one.windows for one in found.values() if isinstance(one, Value)] == [[0]] * 5
 
 
+@pytest.mark.parametrize(("size", "text"), [(2**28, "0.25"), (126 * 2**30, "126")])
+def test_the_size_of_the_pattern_has_no_exponent(size: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "_pieces", lambda buffer, seed: iter(()))
+    monkeypatch.setattr(exact.torch, "empty", lambda *sizes, **_: torch.zeros(1, dtype=torch.int32))
+    assert exact.memory_pattern(size, CPU).title == f"Pattern in {text} GiB of memory"
+
+
 @pytest.mark.parametrize(
     ("reasons", "words"),
     [(0x4, ""), (0x4 | 0x20, "heat (driver)"), (0x48, "hardware slow-down, heat (hardware)")],

@@ -16,6 +16,7 @@ from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.schemes import find_scheme
 from megatoken.hardware.qualify.processor import engine_precision
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
+from megatoken.text import significant
 
 CHECKS = 16
 DEPTH = 2048
@@ -70,7 +71,7 @@ def repeated_products(product: Callable[[], Tensor], name: str, setting: Setting
 
 
 def pattern(first: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """``count`` 32-bit words that depend on their index alone: a mixed counter, so neighbours share no bits."""
+    """``count`` 32-bit words that depend on their index alone: a mixed counter, so neighbours are unlike."""
     words = torch.arange(first, first + count, dtype=torch.int64, device=device)
     words.bitwise_xor_(seed).mul_(MULTIPLIER)
     words.bitwise_xor_(words >> SHIFT).mul_(MULTIPLIER)
@@ -107,7 +108,7 @@ def memory_pattern(size_bytes: int, device: torch.device) -> Value:
     wrong = wrong_words(buffer, seed)
     buffer.bitwise_not_()
     wrong += wrong_words(buffer, seed, inverted=True)
-    title = f"Pattern in {size_bytes / 2**30:.2g} GiB of memory"
+    title = f"Pattern in {significant(size_bytes / 2**30)} GiB of memory"
     return Value("memory_pattern", title, "wrong", [wrong], better="zero")
 
 

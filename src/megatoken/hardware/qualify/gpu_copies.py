@@ -26,7 +26,6 @@ TRANSFERS_PER_LANE = {3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 ENCODING = 128 / 130
 C2C_GIGABYTES = {"GB200": 450.0, "GB300": 450.0}
 """One direction of NVLink-C2C, which these parts have in place of PCIe."""
-MOST_BYTES = 2**29
 
 
 @torch.inference_mode()
