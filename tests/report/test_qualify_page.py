@@ -122,3 +122,32 @@ def test_a_share_above_a_measured_bound_is_marked_and_rates_without_a_verdict_ar
     assert "101 *" in made and "which was measured itself" in made
     attention["bound"] = bound | {"certain": True}
     assert "101 *" not in page(document_view(checked(one, "qualify.json")))
+
+
+def test_the_headline_names_the_values_that_are_worse_and_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    one = document(CPU, "Step", None)
+    one["verdict"] = "MARGINAL"
+    differences = {
+        "memory_read": -0.312,
+        "gemm_fp32_1024_all_cores": -0.43,
+        "layer_products_fp32_1": -0.1,
+        "layer_products_fp32_64": 0.2,
+        "decode_attention": -0.2,
+        "decode_step": 0.35,
+    }
+    for value in one["tests"][0]["values"]:
+        value |= {"difference": differences[value["name"]], "better": "lower" if value["unit"] == "ms" else "higher"}
+        value["verdict"] = "PASS" if value["name"] == "layer_products_fp32_64" else "MARGINAL"
+    named = "memory_read 31.2% below the baseline"
+    show(checked(one, "qualify.json"))
+    assert (
+        "slightly worse than a reference, or worse but noisy: gemm_fp32_1024_all_cores 43.0% below the baseline; "
+        f"Step 35.0% above the baseline; {named}; and 2 more (judged" in capsys.readouterr().out
+    )
+    read, product, *_ = one["tests"][0]["values"]
+    one["verdict"] = read["verdict"] = product["verdict"] = "FAIL"
+    read |= {"difference": None, "band": {"lowest": 25.0, "highest": 30.0, "sources": ["somewhere"]}}
+    product |= {"difference": None, "better": "zero", "reason": "3 wrong; expected 0"}
+    show(checked(one, "qualify.json"))
+    failed = "gemm_fp32_1024_all_cores (3 wrong; expected 0); memory_read 20.0% below published values; Step"
+    assert f"a fault was found: {failed}" in capsys.readouterr().out

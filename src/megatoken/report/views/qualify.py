@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatoken.engine.config import SHAPES, Precision
 from megatoken.engine.measured_costs import ModelWork, keys_seen
 from megatoken.engine.schemes import find_scheme
+from megatoken.hardware.qualify.judge import MOST_NAMED
 from megatoken.hardware.qualify.shapes import (
     CPU_LOAD,
     CPU_TOKENS,
@@ -27,7 +29,7 @@ from megatoken.text import count_of, number, precise
 TONES = {"PASS": "good", "MARGINAL": "warn", "FAIL": "bad", "NO REFERENCE": "plain", "NOT RUN": "quiet"}
 MEANING = {
     "PASS": "no value failed",
-    "MARGINAL": "a value is slightly worse than its reference, or worse but noisy",
+    "MARGINAL": "slightly worse than a reference, or worse but noisy",
     "FAIL": "a fault was found",
     "NO REFERENCE": "no error was found, no speed could be judged; keep the file of a full run as the --baseline",
     "NOT RUN": "a test did not run, or not to its end",
@@ -42,8 +44,9 @@ def qualify_view(document: Document) -> View:
     tests = document.parts("tests")
     unfinished = "" if document.flag("complete") else "interrupted; "
     meaning = f"{unfinished}{document.text('set')} set, {count_of(len(tests), 'test')} in {number(seconds)} s: "
+    explained = MEANING.get(verdict, "nothing known here") + (f": {worse}" if (worse := _worse(tests)) else "")
     summary = (
-        Verdict((_badge(verdict),), f"{meaning}{MEANING.get(verdict, 'nothing known here')} ({_judged(tests)})"),
+        Verdict((_badge(verdict),), f"{meaning}{explained} ({_judged(tests)})"),
         Points("", tuple(("", sentence) for sentence in document.texts("answer"))),
     )
     sections = (
@@ -70,6 +73,39 @@ def _judged(tests: list[Document]) -> str:
     recorded = sum("median" in value for value in values) - counts - len(speeds)
     rest = f"; {count_of(recorded, 'rate')} only recorded" if recorded else ""
     return f"judged: {count_of(counts, 'error count')} and {judged} of {count_of(len(speeds), 'speed')}{rest}"
+
+
+def _worse(tests: list[Document]) -> str:
+    """The values that failed, then the marginal ones, the largest differences first; the others as a count."""
+    values = [value for test in tests for value in test.parts("values")]
+    found = [
+        (value.text("verdict") != "FAIL", *_by_how_much(value), value.text("title"))
+        for value in values
+        if value.text("verdict") in ("MARGINAL", "FAIL")
+    ]
+    named = [f"{title} {words}" for _, _, words, title in sorted(found, key=lambda one: one[:2])]
+    if len(named) > MOST_NAMED:
+        named[MOST_NAMED:] = [f"and {len(named) - MOST_NAMED} more"]
+    return "; ".join(named)
+
+
+def _by_how_much(value: Document) -> tuple[float, str]:
+    """What a value differs from the reference that it is further behind, as a sort key and in words."""
+    median, lower = value.number("median"), value.text("better") == "lower"
+    limit = value.part("band").number("highest" if lower else "lowest")
+    sign = -1 if lower else 1
+    behind = [
+        (sign * share, of)
+        for share, of in (
+            (value.number("difference"), "the baseline"),
+            (median / limit - 1 if median is not None and limit else None, "published values"),
+        )
+        if share is not None and sign * share < 0
+    ]
+    if not behind:  # a wrong result, or a measurement error
+        return -math.inf, f"({value.text('reason')})"
+    share, of = min(behind)
+    return share, f"{abs(share):.1%} {'above' if lower else 'below'} {of}"
 
 
 def _badge(verdict: str) -> Badge:
