@@ -77,6 +77,8 @@ def compare_with(document: Mapping[str, Any], table: str) -> dict[str, Any]:
         else:
             counterpart = counterpart_of(row["benchmark"], parameters)
             value = values.get(counterpart.name) if counterpart.name else None
+            if value is None and counterpart.name:  # of a processor
+                value = values.get(f"{counterpart.name}_all_cores")
             note = counterpart.note
             if counterpart.name and value is None:
                 note = f"{counterpart.name} was not measured by these tests" + (f"; {note}" if note else "")
@@ -130,13 +132,14 @@ def counterpart_of(benchmark: str, parameters: Mapping[str, str]) -> Counterpart
         size = parameters.get("block_size", "")
         if name is None:
             return Counterpart(None, "qualify writes at random places nowhere")
-        return Counterpart(name, "" if size == block else f"blocks of {size}; ours are of {block}")
+        if size != block:
+            return Counterpart(None, f"blocks of {size}; ours are of {block}")
+        return Counterpart(name)
     if benchmark.endswith("allreduce_busbw"):
         return Counterpart(f"all_reduce_{parameters.get('message_bytes')}", "ours: the GPUs of this machine")
     if benchmark == "attention":
-        return Counterpart(
-            "prompt_attention", "theirs is forward and backward of FlashAttention 2; ours the engine's forward"
-        )
+        tokens = parameters.get("seqlen")
+        return Counterpart(None, f"forward and backward of {tokens} tokens; ours is the forward of shorter prompts")
     return Counterpart(None, "fixed batches of one short answer; qualify has no such test")
 
 

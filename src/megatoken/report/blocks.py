@@ -74,7 +74,7 @@ class Table:
     ``kinds``, one word per row, lets a reader of the page choose which rows are shown; those in ``hidden`` are not at
     first. ``stacked`` makes each row a block of lines where the page is narrow: for cells that hold sentences.
     ``narrow`` tables, with a few short columns, share a line with a figure or another such table on a wide page.
-    ``sortable`` tables get buttons in their heads on the page.
+    ``sortable`` tables get buttons in their heads on the page. A terminal shows the first ``most`` rows.
     """
 
     caption: str
@@ -86,6 +86,7 @@ class Table:
     narrow: bool = False
     note: str = ""
     sortable: bool = False
+    most: int = 40
 
 
 @dataclass(frozen=True, slots=True)

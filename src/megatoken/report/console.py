@@ -59,7 +59,6 @@ from megatoken.runs.run import Run
 from megatoken.text import precise
 
 WIDTH_OF_FULL_TABLE = 80
-MOST_ROWS = 40
 NARROWEST_TEXT = 14
 WIDEST_NAME = 32  # of a first column: a name within it is not broken in mid-word
 TALLEST_CELL = 7  # lines
@@ -251,11 +250,11 @@ def _chosen(table: Table) -> Table:
 
 def _shortened(table: Table) -> Table:
     """The first rows of the table, with a note on how many more the page has."""
-    more = len(table.rows) - MOST_ROWS
+    more = len(table.rows) - table.most
     if more <= 0:
         return table
     note = " ".join(filter(None, (f"{more:,} more rows: see the page or the JSON document.", table.note)))
-    return replace(table, rows=table.rows[:MOST_ROWS], kinds=table.kinds[:MOST_ROWS], note=note)
+    return replace(table, rows=table.rows[: table.most], kinds=table.kinds[: table.most], note=note)
 
 
 def _grid(table: Table, width: int, gap: int = GAP) -> RichTable:

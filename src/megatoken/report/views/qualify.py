@@ -36,6 +36,7 @@ MEANING = {
 }
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
 LEAST_SHARE_DRAWN = 0.001
+MOST_WITHOUT = 5  # rows of a published table without a value of ours that a terminal shows
 
 
 def qualify_view(document: Document) -> View:
@@ -293,21 +294,29 @@ def _bands(tests: list[Document]) -> Iterator[Figure]:
 
 
 def _comparison(comparison: Document) -> Iterator[Table]:
-    """Every row of a published table next to our value, in the row's unit."""
+    """The rows of a published table with a value of ours, in the row's unit, then those without and why."""
     if not comparison.values:
         return
+    rows = comparison.parts("rows")
+    ours, others = ([row for row in rows if ("ours" in row) is measured] for measured in (True, False))
+    part, theirs, note = word("Part", "sku"), Field("Row", _row_name), word("Note", "note")
     fields = (
-        word("Part", "sku"),
-        Field("Row", lambda row: f"{row.text('benchmark')} {row.text('parameter').replace(';', ' ')}"),
+        part,
+        theirs,
         word("Unit", "unit"),
         Field("Published", lambda row: number(row.number("theirs")), numeric=True),
-        Field("Ours", lambda row: number(row.number("ours")) if "ours" in row else "", numeric=True),
-        Field("Ours / published", lambda row: f"{row.number('ratio'):.2f}" if "ratio" in row else "", numeric=True),
-        word("Note", "note"),
+        Field("Ours", lambda row: number(row.number("ours")), numeric=True),
+        Field("Ours / published", lambda row: number(row.number("ratio")) if "ratio" in row else "", numeric=True),
+        note,
     )
-    rows, measured = comparison.parts("rows"), number(comparison.number("measured"))
-    caption = f"{comparison.text('table')}: {measured} of {len(rows)} rows have a value of ours"
-    yield table_of(caption, rows, fields)
+    table = comparison.text("table")
+    yield table_of(f"{table}: {len(ours)} of {len(rows)} rows have a value of ours", ours, fields, most=len(ours))
+    if others:
+        yield table_of(f"{table}: {len(others)} rows have none", others, (part, theirs, note), most=MOST_WITHOUT)
+
+
+def _row_name(row: Document) -> str:
+    return f"{row.text('benchmark')} {row.text('parameter').replace(';', ' ')}"
 
 
 def _bounds(tests: list[Document]) -> Terms:
