@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatoken.hardware.qualify import catalog, processor, session
 from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, HardwareTest, choose
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import CONFIRMATIONS, exit_code, qualify
+from megatoken.hardware.qualify.timing import call_seconds
 from megatoken.hardware.qualify.values import Setting, Value
 from megatoken.report.documents import checked
 from megatoken.report.page import page
@@ -274,6 +276,19 @@ def test_a_test_that_runs_twice_shows_drift(tiny: Setting) -> None:
     assert (drifting["runs"], steady["runs"]) == (2, 1)
     assert drifting["values"][0]["median"] == 80.0
     assert drifting["values"][0]["noisy"]
+
+
+def test_a_call_that_waits_at_the_end_of_the_warm_up_does_not_shorten_the_windows(tiny: Setting) -> None:
+    calls = 0
+
+    def run() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            time.sleep(0.1)
+
+    call_seconds(run, replace(tiny, seconds=0.003, warm_up_seconds=0.05))
+    assert calls > 100
 
 
 def test_an_interrupted_qualification_keeps_the_tests_that_ended(tiny: Setting) -> None:

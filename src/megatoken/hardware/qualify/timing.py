@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -13,11 +14,11 @@ def call_seconds(run: Callable[[], object], setting: Setting) -> list[float]:
 
     A window has as many calls as its share of ``setting.seconds`` has room for, at least one.
     """
-    calls, began = 0, time.perf_counter()
-    while not calls or time.perf_counter() - began < setting.warm_up_seconds:
+    one, began = math.inf, time.perf_counter()
+    while one == math.inf or time.perf_counter() - began < setting.warm_up_seconds:
         first = time.perf_counter()
         run()
-        calls, one = calls + 1, time.perf_counter() - first
+        one = min(one, time.perf_counter() - first)  # a single call may have waited for a core
     in_window = max(1, round(setting.seconds / setting.windows / max(one, 1e-9)))
     windows = []
     for _ in range(setting.windows):
