@@ -135,5 +135,17 @@ def test_a_hidden_key_is_no_change(original: Path, tmp_path: Path) -> None:
     assert changed_parts(run) == []
 
 
+def test_a_model_that_only_its_server_knows_is_asked_for_by_the_same_name(original: Path, tmp_path: Path) -> None:
+    """It is no folder here, and none is looked for; the server, which is gone, is."""
+    config = RunConfig(model="some/model", endpoint={"urls": "http://127.0.0.1:9/v1"})
+    for served, said in (("some/model", "127.0.0.1:9"), ("other", "there is no some/model here, its model")):
+        facts = {**read_run(original).result, "target": {"kind": "endpoint", "served_model": served}}
+        folder = record(config, facts, tmp_path / served)
+        folder.interrupt(reason("INTERRUPTED", error="KeyboardInterrupt", cause=""))
+        code, _, err = call_here("rerun", folder.path, "--check")
+        assert code != 0 and said in err
+        assert ("there is no" in err) is (served == "other")
+
+
 def test_what_is_no_single_run_is_refused(tmp_path: Path) -> None:
     assert call_here("rerun", tmp_path, "--check")[0] == 2

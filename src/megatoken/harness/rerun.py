@@ -65,9 +65,10 @@ def _read(path: Path) -> tuple[Run, RunConfig]:
     if run.result.get("scenario") not in SCENARIOS or run.config.get("find_rate") or run.config.get("repeat", 1) != 1:
         raise UsageError(f"{path}: not one test of megatoken run; give one of its run folders, or repeat the command")
     config = load_run_config(path / CONFIG, {})
+    served = (run.result.get("target") or {}).get("served_model")
     for name, file in {"prompts": config.prompts, "lengths": config.lengths, "model": Path(config.model)}.items():
-        shipped = name == "model" and config.model in (REFERENCE, *SHAPES)
-        if file is not None and not shipped and not file.is_absolute() and not file.exists():
+        named = name == "model" and config.model in (REFERENCE, *SHAPES, served)  # rather than a folder
+        if file is not None and not named and not file.is_absolute() and not file.exists():
             where = "the path is relative to where the run was started; re-run there"
             raise UsageError(f"{path}: there is no {file} here, its {name}: {where}")
     return run, config
