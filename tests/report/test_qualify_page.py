@@ -151,3 +151,15 @@ def test_the_headline_names_the_values_that_are_worse_and_by_how_much(capsys: py
     show(checked(one, "qualify.json"))
     failed = "gemm_fp32_1024_all_cores (3 wrong; expected 0); memory_read 20.0% below published values; Step"
     assert f"a fault was found: {failed}" in capsys.readouterr().out
+
+
+def test_the_report_ends_with_the_command_that_predicts_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    values = CPU | {f"layer_products_fp32_{tokens}": (100.0, "GFLOP/s") for tokens in (16, 256)}
+    values |= {"prompt_attention": (60.0, "GFLOP/s"), "rms_norm": (30.0, "GB/s"), "decode_step_tiny": (9.0, "ms")}
+    whole = checked(document(values, "Step", None), "my results/qualify.json")
+    command = "plan throughput --machine 'my results/qualify.json' --model 125m --precision fp32 --minutes 1"
+    show(whole, full=True)
+    assert capsys.readouterr().out.splitlines()[-1].strip() == f"What should this machine serve? megatoken {command}"
+    assert "plan throughput --machine" in page(document_view(whole))
+    show(checked(document(CPU, "Step", None), "qualify.json"), full=True)
+    assert "plan throughput" not in capsys.readouterr().out

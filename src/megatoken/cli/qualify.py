@@ -49,6 +49,7 @@ def qualify(
     from megatoken.rack.qualify import qualify_rack
     from megatoken.report import check_place, write_document
     from megatoken.report.console import show
+    from megatoken.report.documents import checked
 
     if of is not None and compare is None:
         raise UsageError("--of: needs --compare; give azure, or a CSV table")
@@ -103,7 +104,7 @@ def qualify(
         raise KeyboardInterrupt(f"interrupted; the tests that ended are in {out}") from None
 
     def show_all() -> None:
-        show(document, full=True)
+        show(checked(document, str(out)), full=True)
         print(f"Saved: {out}\nSaved: {page}")
 
     print_result(document, show_all, json_only=json_only, kept=f"the result is in {out}")

@@ -120,7 +120,7 @@ def write_document(document: Mapping[str, Any], saved: Path) -> tuple[Path, Path
         UsageError: its kind is unknown, or another file has the name of the document or page.
         StorageError: the disk refuses.
     """
-    view = document_view(checked(document))
+    view = document_view(checked(document, saved.name))
     check_place(saved, document["kind"])
     try:
         saved.parent.mkdir(parents=True, exist_ok=True)

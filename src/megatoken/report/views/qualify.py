@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 
 from megatoken.engine.config import SHAPES, Precision
+from megatoken.engine.gpus import gpus
 from megatoken.engine.measured_costs import ModelWork, keys_seen
 from megatoken.engine.schemes import find_scheme
 from megatoken.hardware.qualify.judge import MOST_NAMED
@@ -61,6 +63,7 @@ def qualify_view(document: Document) -> View:
         section("Bounds and sources", _bounds(tests)),
         section("Tests", _tests(tests)),
         section("Machine", Facts("Hardware and software", document.part("machine").values)),
+        section("Next", *_next_command(document, tests)),
     )
     return view(document, verdict, summary, sections, derived=("device", "parts"))
 
@@ -74,6 +77,23 @@ def _judged(tests: list[Document]) -> str:
     recorded = sum("median" in value for value in values) - counts - len(speeds)
     rest = f"; {count_of(recorded, 'rate')} only recorded" if recorded else ""
     return f"judged: {count_of(counts, 'error count')} and {judged} of {count_of(len(speeds), 'speed')}{rest}"
+
+
+def _next_command(document: Document, tests: list[Document]) -> Iterator[Points]:
+    """The command that predicts a rate from this file, if its tests suffice."""
+    values = {value.text("name"): value for test in tests for value in test.parts("values") if "median" in value}
+    if document.text("device") in gpus():
+        model, precision, needed = "llama3.1-8b", "fp8", ["hbm_copy", "decode_attention"]
+        needed += [f"layer_products_fp8_{model}_{tokens}" for tokens in GPU_LAYERS.tokens]
+    else:
+        model = CPU_LOAD.shape
+        precision = values["decode_step"].text("precision") if "decode_step" in values else ""
+        needed = ["decode_attention", "prompt_attention", "rms_norm", f"decode_step{SMALL_LOAD.suffix}"]
+        needed += [f"layer_products_{precision}_{tokens}" for tokens in CPU_TOKENS]
+    if all(name in values for name in needed):
+        file = shlex.quote(document.where if document.where.endswith(".json") else "qualify.json")
+        command = f"megatoken plan throughput --machine {file} --model {model} --precision {precision} --minutes 1"
+        yield Points("", (("", f"What should this machine serve? {command}"),))
 
 
 def _worse(tests: list[Document]) -> str:
