@@ -1,8 +1,8 @@
 """The constants of ``megatoken.engine.cost_model`` out of what was measured on an H200, and how well they fit.
 
-Reads products alone (``h200-gemm.json``), attention alone (``h200-attention.json``), the anatomy of two steps
-(``h200-*-steps*.json``) and, for the share of memory in the power, the mean clock of one whole run (500/2000). No rate
-of a whole run is used: those are what the model is tested with (``tests/engine/test_cost_model.py``).
+Reads products alone (``h200-gemm.json``), attention alone (``h200-attention.json``) and the anatomy of steps
+(``h200-*-steps*.json``). Nothing of a whole run is used: those are what the model is tested with
+(``tests/engine/test_cost_model.py``).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from megatoken.engine.config import SHAPES, ModelConfig, Precision
 from megatoken.engine.cost_model import DEPTH_OVERHEAD, HIGHEST_CLOCK_MHZ, CostModel
 from megatoken.engine.gpus import find_gpu
 from megatoken.engine.memory import gathers_contexts
-from megatoken.engine.scheduler import Scheduler
 from megatoken.engine.schemes import find_scheme
 
 RESULTS = Path(__file__).parent / "results"
 H200 = find_gpu("H200")
 LLAMA_70B, LLAMA_8B = SHAPES["llama2-70b"], SHAPES["llama3.1-8b"]
-ELEMENTWISE = ("norms", "activation", "rotation")
+ELEMENTWISE = ("norms", "rotation")
 DEEP, SHALLOW = ("down",), ("qkv", "output")  # products of depth 28,672 and 8,192; gate_up takes kernels of its own
 FULL_RATE_ROWS = (1024, 1536, 2048)
 """Of bursts: enough for the full rate, too few for the power limit to slow them."""
@@ -74,11 +73,11 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
-def measured_steps() -> tuple[Step, Step]:
-    """Of llama2-70b at MLPerf's lengths and of llama3.1-8b at 128/128."""
+def measured_steps(files: tuple[str, str] = ("steps-2048-tokens", "steps-4096-tokens")) -> tuple[Step, Step]:
+    """Of llama2-70b and of llama3.1-8b, by default both at MLPerf's lengths."""
     return (
-        Step(LLAMA_70B, read("h200-llama2-70b-fp8-steps.json")["result"]),
-        Step(LLAMA_8B, read("h200-llama3.1-8b-fp8-steps-128-128.json")["result"]),
+        Step(LLAMA_70B, read(f"h200-llama2-70b-fp8-{files[0]}.json")["result"]),
+        Step(LLAMA_8B, read(f"h200-llama3.1-8b-fp8-{files[1]}.json")["result"]),
     )
 
 
@@ -172,14 +171,14 @@ def product_shares(gemm: Any, step: Step) -> list[Fit]:
     ]
 
 
-def decode_attention(steps: tuple[Step, Step]) -> list[Fit]:
+def decode_attention(programs: str, steps: tuple[Step, Step]) -> list[Fit]:
     """Two unknowns, two steps: seconds of a layer = tail / clock + bytes / rate."""
     rows = [[HIGHEST_CLOCK_MHZ / s.clock, s.work("decode attention") / s.model.layers] for s in steps]
     tail, per_byte = np.linalg.solve(rows, [s.seconds("decode attention") / s.model.layers for s in steps])
     residual = "two steps, solved exactly"
     return [
-        Fit("DECODE_SHARE", float(1 / per_byte / H200.memory_bytes_per_second), residual),
-        Fit("DECODE_TAIL_SECONDS", float(tail), residual),
+        Fit(f"{programs}_SHARE", float(1 / per_byte / H200.memory_bytes_per_second), residual),
+        Fit(f"{programs}_TAIL_SECONDS", float(tail), residual),
     ]
 
 
@@ -224,13 +223,14 @@ def chunk_attention(attention: Any, steps: tuple[Step, Step]) -> list[Fit]:
     ]
 
 
-def bytes_and_gaps(steps: tuple[Step, Step]) -> list[Fit]:
+def elementwise(steps: tuple[Step, Step]) -> Fit:
     shares = [s.work(*ELEMENTWISE) / s.seconds(*ELEMENTWISE) / H200.memory_bytes_per_second for s in steps]
-    gaps = [(s.seconds("gaps", "ids and copies") + s.result["gpu_idle_ms"] / 1e3) / s.model.layers for s in steps]
-    return [
-        Fit("ELEMENTWISE_SHARE", float(np.mean(shares)), " and ".join(f"{share:.3f}" for share in shares)),
-        Fit("GAP_SECONDS", float(np.mean(gaps)), " and ".join(f"{gap * 1e6:.1f} us" for gap in gaps)),
-    ]
+    return Fit("ELEMENTWISE_SHARE", float(np.mean(shares)), " and ".join(f"{share:.3f}" for share in shares))
+
+
+def gaps(steps: tuple[Step, ...]) -> Fit:
+    seconds = [s.seconds("gaps", "ids and copies") / s.model.layers for s in steps]
+    return Fit("GAP_SECONDS", float(np.mean(seconds)), ", ".join(f"{one * 1e6:.1f} us" for one in seconds))
 
 
 class Load(NamedTuple):
@@ -258,36 +258,12 @@ def step_load(step: Step) -> Load:
     """A step, its bytes as the model counts those of products and as they were counted for the other parts."""
     result, model = step.result, CostModel(step.model, find_scheme("fp8"), H200)
     seconds, rows, samples = result["step_ms"] / 1e3, result["mean_rows"], result["mean_decodes"]
-    products = rows * model._token.operations + samples * model._sample.operations
-    moved = model._weights_bytes + rows * model._token.bytes + samples * model._sample.bytes + model._head_bytes
-    moved += step.work("decode attention", *ELEMENTWISE)
-    others = samples * model._head_operations + step.work("chunk attention")
-    name = f"step of {step.model.name}"
-    return Load(name, result["power_watts"], result["clock_mhz"], products / seconds, others / seconds, moved / seconds)
-
-
-def run_load() -> Load:
-    """The run of 500/2000 as the scheduler plans it: half of its bytes are keys and values."""
-    run = read("h200-llama2-70b-fp8-offline-500-2000.json")
-    memory, model = run["memory_plan"], CostModel(LLAMA_70B, find_scheme("fp8"), H200)
-    names = ("max_sequences", "page_size", "max_length")
-    sizes = {"max_batched_tokens": memory["max_rows"]} | {name: memory[name] for name in names}
-    scheduler = Scheduler(num_pages=memory["pages"], **sizes)
-    for request_id in range(run["samples"]):
-        scheduler.add(request_id, 500, 2000)
-    products = others = moved = 0.0
-    while (plan := scheduler.plan()) is not None:
-        rows, samples, decodes = int(plan.count.sum()), int(plan.sample.sum()), plan.decodes
-        cached = int(plan.start[:decodes].sum()) + decodes
-        products += rows * model._token.operations + samples * model._sample.operations
-        others += samples * model._head_operations
-        moved += model._weights_bytes + rows * (model._token.bytes + model._token_bytes) + model._head_bytes
-        moved += samples * (model._sample.bytes + model._sample_bytes)
-        moved += cached * model._cached_token_bytes + decodes * model._decode_bytes
-    seconds = run["duration_seconds"]
-    return Load(
-        "run of 500/2000", run["power_watts"], run["clock_mhz"], products / seconds, others / seconds, moved / seconds
-    )
+    assert model._screen is not None
+    products = rows * model._token.operations + samples * (model._sample.operations + model._screen.operations)
+    moved = model._weights_bytes + rows * model._token.bytes + samples * model._sample.bytes
+    moved += model._screen.weights_bytes + step.work("decode attention", "argmax", *ELEMENTWISE)
+    rates = (amount / seconds for amount in (products, step.work("chunk attention"), moved))
+    return Load(f"step of {step.model.name}", result["power_watts"], result["clock_mhz"], *rates)
 
 
 def power(loads: list[Load], idle_watts: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -304,7 +280,7 @@ def power(loads: list[Load], idle_watts: float) -> tuple[NDArray[np.float64], ND
 
 def power_fits(gemm: Any, steps: tuple[Step, Step]) -> Iterator[Fit]:
     loads = [products_load(run) for run in gemm["sustained"] if run["scaling"] != "row"]
-    loads += [*map(step_load, steps), run_load()]
+    loads += map(step_load, steps)
     found, left = power(loads, cost_model.IDLE_WATTS)
     ends = [power(loads, idle)[0] for idle in IDLE_WATTS_RANGE]
     residual = f"{np.abs(left).max():.0f} W at most of {len(loads)} loads of 690 W"
@@ -315,14 +291,16 @@ def power_fits(gemm: Any, steps: tuple[Step, Step]) -> Iterator[Fit]:
 
 def fits() -> list[Fit]:
     """Every constant that was fitted."""
-    gemm, steps = read("h200-gemm.json"), measured_steps()
+    gemm, steps, earlier_steps = read("h200-gemm.json"), measured_steps(), measured_steps(("steps", "steps-128-128"))
     return [
         depth_overhead(gemm),
         *weights(gemm),
         *product_shares(gemm, steps[0]),
-        *decode_attention(steps),
+        *decode_attention("DECODE", earlier_steps),
+        *decode_attention("MANY", steps),
         *chunk_attention(read("h200-attention.json"), steps),
-        *bytes_and_gaps(steps),
+        elementwise(steps),
+        gaps(steps + earlier_steps),
         *power_fits(gemm, steps),
     ]
 

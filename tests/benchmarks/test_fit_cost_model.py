@@ -11,7 +11,7 @@ def all_fits():
 
 
 def test_every_constant_is_the_fitted_one(all_fits):
-    assert len(all_fits) == 17
+    assert len(all_fits) == 19
     for fit in all_fits:
         assert constant(fit.name) == pytest.approx(fit.value, rel=0.005), fit
 

@@ -1,7 +1,7 @@
 """Duration of one step on a GPU that need not be present: its data sheet, times the share that a measured GPU reaches.
 
-Everything but transfers was measured on one H200 with this engine: its products, its attention and the parts of its
-steps (``h200-gemm.json``, ``h200-attention.json`` and ``h200-*-steps*.json`` in ``benchmarks/results``).
+Everything but transfers was measured on H200 with this engine: its products, its attention and the parts of its steps
+(``h200-gemm.json``, ``h200-attention.json`` and ``h200-*-steps*.json`` in ``benchmarks/results``).
 ``benchmarks/fit_cost_model.py`` fits the constants to these files again and reports the residuals.
 ``docs/simulation.md`` compares the model with whole runs that were not used to fit it.
 
@@ -35,6 +35,7 @@ from megatoken.engine.memory import (
     gathers_contexts,
     most_recorded_tokens,
     records_step,
+    screens_head,
 )
 from megatoken.engine.schemes import BF16, LinearScheme
 from megatoken.engine.step_plan import StepPlan
@@ -51,18 +52,24 @@ WEIGHTS_SHARE, WEIGHTS_EXPONENT = 0.83, 3.25
 """Share of the bandwidth of products that only read their weights; and p in (a^p + b^p)^(1/p), which combines that time
 and the time of operations. Fitted to bursts at 64, 256 and 512 tokens."""
 DECODE_SHARE, DECODE_TAIL_SECONDS = 0.716, 17.1e-6
-"""Share of the bandwidth of decode attention; and its constant time in a layer at the highest clock. From two steps."""
+"""Share of the bandwidth of decode attention; and its constant time in a layer at the highest clock. From two steps of
+2026-11-22, whose programs had four warps, as those of few sequences still do."""
+MANY_SHARE, MANY_TAIL_SECONDS, MANY_PROGRAMS = 0.926, 23.1e-6, 3072
+"""The same from so many sequences x key heads on, which have programs of one warp. From two steps of 2026-11-28."""
 CHUNK_SHARE, CHUNK_TILE = 0.226, 128
 """Share of bf16 operations at the highest clock of prompt attention, which computes whole tiles of this many tokens."""
 GATHERED_SHARE, GATHERED_SECONDS = 0.527, 14.8e-6
 """The same if contexts are gathered first, and the constant time in a layer, at the highest clock; up to a quarter off
 the work it was fitted to. Steps recorded as CUDA graphs gather nothing."""
-GATHERING = ("H100", "H200")
-"""GPUs on which the engine gathers."""
-ELEMENTWISE_SHARE = 0.861
-"""Share of the bandwidth of norms, activation, rotation and cache writes. From two steps."""
+HOPPER = ("H100", "H200")
+"""GPUs on which the engine gathers contexts, and computes gate, up and activation as one kernel, if in fp8 with one
+scale."""
+FUSED_TOKENS = 512
+"""Fewest tokens of a step with that kernel. Its activation costs the products no time: seen in steps."""
+ELEMENTWISE_SHARE = 0.848
+"""Share of the bandwidth of norms, rotation and cache writes, and what else only moves bytes. From two steps."""
 GAP_SECONDS = 27.3e-6
-"""Gaps between the kernels of a layer, and copies of ids. From two steps."""
+"""Gaps between the kernels of a layer, and copies of ids; waits for the host are left out. From four steps."""
 SUM_SECONDS, SUM_SECONDS_OF_RANK, SUM_LINK_SHARE = 4e-6, 1.25e-6, 0.71
 """A sum over ranks with the norm after it, through shared memory: its least time, what each rank adds to that, and its
 share of the link. By hand, from two and four H200 and 256 tokens on (``h200x*-collectives-*.json``); assumed for
@@ -76,18 +83,18 @@ GATHER_SECONDS, GATHER_LINK_SHARE = 19e-6, 0.787
 IDLE_WATTS = 100.0
 """Assumed: an H200 that computes nothing at a high clock. Between 80 and 150 no rate changes by more than 0.3 %."""
 FITTED_CLOCK_MHZ = 1500.0
-WATTS_PER_BYTE = 105e-12
-"""Watts per byte/s read or written. Fitted, with each scheme's watts per operation/s, to sustained products, two steps
-and the clock of the 500/2000 run; those of operations grow with the square of the clock."""
+WATTS_PER_BYTE = 93.5e-12
+"""Watts per byte/s read or written. Fitted, with each scheme's watts per operation/s, to sustained products and two
+steps; those of operations grow with the square of the clock."""
 LIMIT_SHARE = 0.989
 """Of the power limit, that a run draws on average."""
 
 PUBLISHED_DEPTH = 16_384
 
-SECONDS_PER_SEQUENCE = {"megatoken": 0.0, "published": 10.5e-6}
+SECONDS_PER_SEQUENCE = {"megatoken": 0.0, "published": 12.7e-6}
 """Time that serving software adds to a step for each sequence; none was seen of this engine. "published" is fitted to
 the verified fp4 result of GB200 (MLPerf v5.1 5.1-0008, 52,061.6 tokens/s of four), which the model overestimates by
-16 % without it; the H200 of 5.1-0026 would need 5.6 us, a B200 (5.1-0061) 6 us."""
+20 % without it; the H200 of 5.1-0026 would need about 19 us, a B200 (5.1-0061) 7 us."""
 
 
 class StepCost(NamedTuple):
@@ -178,19 +185,22 @@ class CostModel(Costs):
             choices, expert_width = experts.active, experts.intermediate_size
             self._experts_bytes = sparse_layers * experts.count * m.expert_parameters * item
             self._idle_share = 1 - choices / experts.count
-        dense, sparse = [(D, 2 * F), (F, D)], [(D, 2 * expert_width), (expert_width, D)]
+        fuses = gpu.name in HOPPER and scheme.fp8_scales == "tensor" and not m.mlp_bias
+        self._fused_tokens = FUSED_TOKENS if fuses else math.inf
+        gated_bytes = item / 2 if fuses else 2.0  # of a gate or an up; one kernel writes the activation instead
 
-        def feed_forward(dense_layers: int, sparse_layers: int) -> list[tuple[int, int, int]]:
-            products = [(depth, width, dense_layers) for depth, width in dense]
-            return products + [(depth, width, sparse_layers * choices) for depth, width in sparse]
+        def feed_forward(dense_layers: int, sparse_layers: int) -> list[_Linear]:
+            dense = [_Linear(D, 2 * F, dense_layers, gated_bytes), _Linear(F, D, dense_layers)]
+            sparse = [(D, 2 * expert_width), (expert_width, D)]
+            return dense + [_Linear(depth, width, sparse_layers * choices) for depth, width in sparse]
 
         last_dense, dense_layers = 1 - last_sparse, L - sparse_layers
         in_every_token = [
-            (D, queries + 2 * keys, L),
-            (queries, D, L - 1),
+            _Linear(D, queries + 2 * keys, L),
+            _Linear(queries, D, L - 1),
             *feed_forward(dense_layers - last_dense, sparse_layers - last_sparse),
         ]
-        in_samples = [(queries, D, 1), *feed_forward(last_dense, last_sparse)]
+        in_samples = [_Linear(queries, D, 1), *feed_forward(last_dense, last_sparse)]
         rate, head_rate, self.basis = _product_rates(gpu, scheme)
         self._token, self._sample = _Products(in_every_token, rate, item), _Products(in_samples, rate, item)
         self._weights_bytes = m.linear_parameters * scheme.weight_bytes
@@ -208,29 +218,44 @@ class CostModel(Costs):
             if window is not None
         ]
         self._decode_bytes = L * queries * (2.0 + item)
-        self._decode_rate = DECODE_SHARE * bandwidth
+        self._few_decodes = DECODE_SHARE * bandwidth, L * DECODE_TAIL_SECONDS
+        self._many_decodes = MANY_SHARE * bandwidth, L * MANY_TAIL_SECONDS
+        self._many_sequences = MANY_PROGRAMS / m.kv_heads
         self._pair_operations = 4.0 * full_layers * queries
         self._group = m.heads // m.kv_heads
-        self._gathers = gpu.name in GATHERING and m.head_dim in GATHERED_HEAD_SIZES
-        self._most_recorded_tokens = most_recorded_tokens(m, scheme) if self._gathers and cuda_graphs else 0.0
+        self._gathers = gpu.name in HOPPER and m.head_dim in GATHERED_HEAD_SIZES
+        self._most_recorded_tokens = most_recorded_tokens(m, scheme) if cuda_graphs else 0.0
         self._chunk_rate, self._gathered_rate = (
             share * gpu.operations_per_second[BF16.precision] for share in (CHUNK_SHARE, GATHERED_SHARE)
         )
         # With several ranks the norms are fused into the sums.
-        norms, activation = 2 * L * D * (6 + item) if ranks == 1 else 0, F * (4 + item)
+        norms = 2 * L * D * (6 + item) if ranks == 1 else 0
         # Of a choice also its output, written and read; of a token its input once more.
         expert_activation = choices * (expert_width * (4 + item) + 4.0 * D) + D * (2 + item)
         rotation = L * (2.0 * (queries + 2 * keys) + 2 * queries + 2 * keys * cache_item)
-        self._token_bytes = norms + (dense_layers - last_dense) * activation + rotation
-        self._sample_bytes = last_dense * activation + 8 * D
+        self._token_bytes, self._sample_bytes = float(norms + rotation), 8.0 * D
+        self._token_activation_bytes = (dense_layers - last_dense) * F * (4.0 + item)
+        self._sample_activation_bytes = last_dense * F * (4.0 + item)
         if experts is not None:
             self._token_bytes += (sparse_layers - last_sparse) * expert_activation
             self._sample_bytes += last_sparse * expert_activation
         self._elementwise_rate = ELEMENTWISE_SHARE * bandwidth
-        head_depth, head_width = D + DEPTH_OVERHEAD, V // m.vocabulary_ranks
-        self._head_operations, self._head_seconds = 2.0 * D * head_width, 2.0 * head_depth * head_width / head_rate
-        self._head_bytes = BF16.weight_bytes * float(D * head_width)
-        self._head_bytes_seconds = self._head_bytes / (WEIGHTS_SHARE * bandwidth)
+        head_width = V // m.vocabulary_ranks
+
+        def head(scheme: LinearScheme, rate: float, read_bytes: float) -> _Head:
+            weights_bytes = BF16.weight_bytes * float(D * head_width) * scheme.input_bytes / BF16.input_bytes
+            return _Head(
+                2.0 * D * head_width,
+                2.0 * (D + DEPTH_OVERHEAD) * head_width / rate,
+                weights_bytes,
+                weights_bytes / (WEIGHTS_SHARE * bandwidth),
+                scheme.watts_per_operation,
+                read_bytes,
+            )
+
+        self._head, self._screen = head(BF16, head_rate, 0.0), None
+        if screens_head(m, scheme, "cuda", ranks):  # steps are taken as greedy
+            self._screen = head(scheme, rate, 2.0 * head_width)
         self._transfer_seconds, self._token_transfer_seconds, self._sample_transfer_seconds = 0.0, 0.0, 0.0
         if ranks > 1 and gpu.link_bytes_per_second is not None:
             link, from_others = gpu.link_bytes_per_second, (ranks - 1) / ranks
@@ -270,8 +295,9 @@ class CostModel(Costs):
         product_seconds = tokens * self._token.seconds + samples * self._sample.seconds
         decode_bytes = cached_tokens * self._cached_token_bytes + decodes * self._decode_bytes
         decode_bytes += sum(min(cached_tokens, decodes * one.keys) * one.key_bytes for one in self._windows)
-        decode_seconds = decode_bytes / self._decode_rate
-        tail_seconds = self._layers * DECODE_TAIL_SECONDS if decodes else 0.0
+        decode_rate, tail_seconds = self._many_decodes if decodes >= self._many_sequences else self._few_decodes
+        decode_seconds = decode_bytes / decode_rate
+        tail_seconds = tail_seconds if decodes else 0.0
         prompts = sequences - decodes
         recorded = records_step(prompts, tokens, self._most_recorded_tokens)
         if self._gathers and not recorded and gathers_contexts(self._group, prompts, longest_chunk, longest_context):
@@ -279,17 +305,22 @@ class CostModel(Costs):
         else:
             chunk_seconds = chunk_operations / self._chunk_rate
         elementwise_bytes = tokens * self._token_bytes + samples * self._sample_bytes
+        activation_bytes = tokens * self._token_activation_bytes + samples * self._sample_activation_bytes
+        if tokens < self._fused_tokens:
+            elementwise_bytes += activation_bytes
         weights_bytes = self._weights_bytes - self._experts_bytes * math.pow(self._idle_share, tokens)
         if self._expanded_bytes and tokens > PACKED_TOKENS:
             elementwise_bytes += weights_bytes + self._expanded_bytes
             weights_bytes = self._expanded_bytes
+        head = self._screen if self._screen is not None and not recorded else self._head
+        elementwise_bytes += samples * head.read_bytes
         elementwise = elementwise_bytes / self._elementwise_rate
         gaps = self._layers * GAP_SECONDS
         transfers = (
             self._transfer_seconds + tokens * self._token_transfer_seconds + samples * self._sample_transfer_seconds
         )
         stack = sequences * self._seconds_per_sequence
-        head_seconds = samples * self._head_seconds
+        head_seconds = samples * head.seconds
 
         weights_seconds = weights_bytes / self._weights_rate
         clock, watts = 1.0, math.nan  # the clock as a share of the highest
@@ -300,12 +331,13 @@ class CostModel(Costs):
                 + samples * self._sample.bytes
                 + decode_bytes
                 + elementwise_bytes
-                + self._head_bytes
+                + head.weights_bytes
             )
             energy_of_bytes = moved * WATTS_PER_BYTE
             at_full_clock = (HIGHEST_CLOCK_MHZ / FITTED_CLOCK_MHZ) ** 2 * (
                 operations * self._watts_per_operation
-                + (chunk_operations + samples * self._head_operations) * BF16.watts_per_operation
+                + chunk_operations * BF16.watts_per_operation
+                + samples * head.operations * head.watts_per_operation
             )
             fixed = decode_seconds + elementwise + gaps + transfers + stack
             by_clock = chunk_seconds + tail_seconds
@@ -313,9 +345,9 @@ class CostModel(Costs):
                 product_seconds, weights_seconds, by_clock, head_seconds, fixed, energy_of_bytes, at_full_clock
             )
         products = _either(product_seconds / clock, weights_seconds)
-        head = max(head_seconds / clock, self._head_bytes_seconds) if samples else 0.0
+        of_head = max(head_seconds / clock, head.weights_seconds) if samples else 0.0
         decode_attention, chunk_attention = decode_seconds + tail_seconds / clock, chunk_seconds / clock
-        seconds = products + decode_attention + chunk_attention + elementwise + head + gaps + transfers + stack
+        seconds = products + decode_attention + chunk_attention + elementwise + of_head + gaps + transfers + stack
         if self._limit_watts is not None:
             watts = IDLE_WATTS + (at_full_clock * clock * clock + energy_of_bytes) / seconds
         return StepCost(
@@ -324,7 +356,7 @@ class CostModel(Costs):
             decode_attention,
             chunk_attention,
             elementwise,
-            head,
+            of_head,
             gaps,
             transfers,
             stack,
@@ -375,13 +407,33 @@ def _either(operations: float, weights: float) -> float:
     return longer * math.pow(1 + math.pow(shorter / longer, WEIGHTS_EXPONENT), 1 / WEIGHTS_EXPONENT)
 
 
-class _Products:
-    """Cost of one token in linears given as (depth, width, number)."""
+class _Head(NamedTuple):
+    """Of a token that samples: operations and seconds of its product, and bytes of its logits that are read again."""
 
-    def __init__(self, linears: list[tuple[int, int, int]], rate: float, item: float) -> None:
-        self.operations = sum(2.0 * depth * width * number for depth, width, number in linears)
-        self.seconds = sum(2.0 * (depth + DEPTH_OVERHEAD) * width * number for depth, width, number in linears) / rate
-        self.bytes = sum((depth * item + 2.0 * width) * number for depth, width, number in linears)
+    operations: float
+    seconds: float
+    weights_bytes: float
+    weights_seconds: float
+    watts_per_operation: float
+    read_bytes: float
+
+
+class _Linear(NamedTuple):
+    """``number`` products of one token; ``output_bytes`` are written of each output."""
+
+    depth: int
+    width: int
+    number: int
+    output_bytes: float = 2.0
+
+
+class _Products:
+    """Cost of one token in linears."""
+
+    def __init__(self, linears: list[_Linear], rate: float, item: float) -> None:
+        self.operations = sum(2.0 * one.depth * one.width * one.number for one in linears)
+        self.seconds = sum(2.0 * (one.depth + DEPTH_OVERHEAD) * one.width * one.number for one in linears) / rate
+        self.bytes = sum((one.depth * item + one.output_bytes * one.width) * one.number for one in linears)
 
 
 def _product_rates(gpu: Gpu, scheme: LinearScheme) -> tuple[float, float, str]:

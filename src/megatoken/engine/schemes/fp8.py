@@ -37,9 +37,9 @@ class Fp8Scheme(LinearScheme):
     cpu_input_bytes: int = 16
     gpu_input_bytes: int = 8  # bf16, fp32 and e4m3
     spec_column: str | None = "fp8_dense_tflops"
-    product_share: float = 0.947  # the step of llama2-70b
+    product_share: float = 0.952  # the step of llama2-70b
     sustained_share: float = 0.715
-    watts_per_operation: float = 0.447e-12
+    watts_per_operation: float = 0.454e-12
     product_operations_per_second: float = 1.2e15
 
     @property

@@ -14,6 +14,6 @@ BF16 = LinearScheme(
     spec_column="fp16_bf16_dense_tflops",
     product_share=0.984,  # sustained products
     sustained_share=0.727,
-    watts_per_operation=0.819e-12,
+    watts_per_operation=0.830e-12,
     product_operations_per_second=0.65e15,
 )
