@@ -64,6 +64,19 @@ def test_a_baseline_is_not_overwritten(tmp_path: Path) -> None:
     assert "the new result would replace it" in err
 
 
+def test_a_baseline_without_a_value_of_the_tests_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    call_here("qualify", "--tests", "facts", "--out", file)
+    earlier = json.loads(file.read_text())
+    earlier["tests"][0]["values"] = [
+        {"name": "other", "title": "Other", "unit": "GB/s", "median": 1.0, "spread": 0.0, "windows": [1.0]}
+    ]
+    file.write_text(json.dumps(earlier))
+    code, out, _ = call_here("qualify", "--tests", "facts", "--baseline", file, "--out", tmp_path / "qualify.json")
+    assert code == 0
+    assert f"No value is in the baseline {file} under the same name, title and unit." in " ".join(out.split())
+
+
 def test_a_file_that_is_no_qualification_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "precious.json"
     file.write_text("{}")

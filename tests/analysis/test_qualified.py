@@ -116,6 +116,39 @@ def test_the_command_predicts_and_refuses_two_machines(tmp_path: Path) -> None:
         assert words in err
 
 
+VALUE = {"name": "rms_norm", "title": "RMS norm", "unit": "GB/s", "better": "higher", "spread": 0.0, "verdict": "PASS"}
+TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
+
+
+@pytest.mark.parametrize("command", ["plan throughput --machine", "qualify --compare azure --of", "report", "baseline"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"tests": None}, "tests is not a list"),
+        ({"tests": {}}, "tests is not a list"),
+        ({"tests": [{}]}, "tests[0]: values is not a list"),
+        ({"machine": None}, "machine is not an object"),
+        ({"median": "9"}, "tests[0]: values[0]: median is not a number"),
+        ({"median": -1.0}, "tests[0]: values[0]: median is -1.0, which no speed is"),
+        ({"median": 0}, "tests[0]: values[0]: median is 0, which no speed is"),
+        ({"windows": None}, "tests[0]: values[0]: windows is not a list"),
+    ],
+)
+def test_every_command_names_the_damage_of_a_file_in_one_line(
+    command: str, damage: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    of_value = {name: one for name, one in damage.items() if name in ("median", "windows")}
+    of_file = {name: one for name, one in damage.items() if name not in of_value}
+    tests = [TEST | {"values": [VALUE | {"median": 2.0, "windows": [2.0]} | of_value]}]
+    file = tmp_path / "damaged.json"
+    file.write_text(json.dumps(document("A processor, 2 cores", {}) | {"tests": tests} | of_file))
+    start = ["qualify", "--tests", "facts", "--baseline"] if command == "baseline" else command.split()
+    code, out, err = call_here(*start, file, "--out", tmp_path / "new")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"damaged.json: {words}" in err
+    assert "repeat megatoken qualify" in err
+
+
 @pytest.mark.parametrize(
     ("rate", "conclusion"),
     [

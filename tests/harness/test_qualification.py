@@ -81,6 +81,8 @@ def test_the_run_folder_keeps_the_qualification_and_the_rate_that_it_predicts(tm
         json.dumps(document | {"device": "another", "created_at": "2020-01-01T00:00:00Z"})
     )
     assert _audited(tmp_path) == "fail"
+    (folder / "qualify.json").write_text(json.dumps(document | {"tests": None}))
+    assert _audited(tmp_path) == "fail"
     (folder / "qualify.json").unlink()
     assert _audited(tmp_path) == "fail"
 

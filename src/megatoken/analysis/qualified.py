@@ -160,7 +160,7 @@ def measured_values(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]
 
 
 def machine_of(document: Mapping[str, Any], source: str) -> Machine:
-    """The same of a document that was read."""
+    """The same of a document that was read and checked, see ``check_document``."""
     values = measured_values(document)
     name = str(document["device"])
     memory = (document["machine"].get("memory") or {}).get("available_bytes") or 0
@@ -169,7 +169,7 @@ def machine_of(document: Mapping[str, Any], source: str) -> Machine:
     return Machine(
         source,
         name,
-        {name: float(value["median"]) for name, value in values.items()},
+        {name: float(value["median"]) for name, value in values.items() if value["median"] > 0},
         {name: len(value["windows"]) for name, value in values.items()},
         memory,
     )

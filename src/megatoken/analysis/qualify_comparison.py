@@ -83,7 +83,7 @@ def compare_with(document: Mapping[str, Any], table: str) -> dict[str, Any]:
             if counterpart.name and value is None:
                 note = f"{counterpart.name} was not measured by these tests" + (f"; {note}" if note else "")
             if value is not None:
-                entry["ours"] = converted(value["median"], value["unit"], unit)
+                entry["ours"] = converted(value["median"], str(value.get("unit")), unit)
             entry |= {"name": counterpart.name, "note": note}
         if is_number(entry["ours"]) and entry["theirs"]:
             entry["ratio"] = entry["ours"] / entry["theirs"]

@@ -24,8 +24,9 @@ from megatoken.engine.config import REFERENCE, SHAPES, EngineConfig, ModelConfig
 from megatoken.engine.hugging_face import model_config
 from megatoken.engine.memory import plan_memory_of
 from megatoken.engine.schemes import SCHEMES
-from megatoken.errors import MegatokenError
+from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import mapping, read_json_object
+from megatoken.hardware.qualify.references import check_document
 from megatoken.harness.loadgen_plan import library_to_data_set
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.run_figures import completion_seconds, in_seconds, samples_answers, whole
@@ -408,11 +409,16 @@ def qualification(folder: RunFolder) -> Iterator[str]:
     if document is None or document.get("kind") != "qualify":
         yield f"result.json names a qualification, and {QUALIFICATION} is missing or cannot be read"
         return
+    try:
+        check_document(document, QUALIFICATION)
+    except UsageError as error:
+        yield str(error)
+        return
     stated = run.result.get("qualification") or {}
     for name in ("created_at", "device", "verdict", "answer"):
         if stated.get(name) != document.get(name):
             yield f"qualification.{name} {stated.get(name)}, {QUALIFICATION} {document.get(name)}"
-    machine = document.get("machine") or {}
+    machine = document["machine"]
     for name in ("hostname", "cpu"):
         if machine.get(name) != run.environment.get(name):
             yield f"{QUALIFICATION} is of another machine: {name} {machine.get(name)}, not {run.environment.get(name)}"

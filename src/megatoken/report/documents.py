@@ -11,6 +11,8 @@ from typing import Any
 
 from megatoken.errors import UsageError
 from megatoken.files import deeper_than, plain
+from megatoken.hardware.qualify.references import KIND as QUALIFY
+from megatoken.hardware.qualify.references import check_document
 from megatoken.report.words import clean
 from megatoken.text import is_number
 
@@ -129,7 +131,10 @@ def read_document(path: Path) -> Document:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); give a run folder or a saved document") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON ({' '.join(str(error).split())[:120]}); give a saved document") from error
-    return checked(value, str(path))
+    document = checked(value, str(path))
+    if document.values["kind"] == QUALIFY:
+        check_document(document.values, str(path))
+    return document
 
 
 def checked(value: Any, where: str = "document") -> Document:

@@ -148,10 +148,10 @@ def test_a_noisy_value_fails_if_its_fastest_window_is_far_behind_the_slowest_of_
 def test_the_slowest_window_of_a_baseline_is_the_longest_time_or_the_lowest_rate(tmp_path: Path) -> None:
     path = tmp_path / "qualify.json"
     common = {"title": "Rate", "unit": "GB/s", "median": 2.0, "spread": 0.1}
-    windows = {"higher": [3.0, 1.0, 2.0], "lower": [2.0, 3.0, 1.0], "": None}
+    windows = {"higher": [3.0, 1.0, 2.0], "lower": [2.0, 3.0, 1.0], "": []}
     values = [common | {"name": better, "better": better, "windows": found} for better, found in windows.items()]
     tests = [{"runs": 2, "values": values}]
-    path.write_text(json.dumps({"kind": "qualify", "schema_version": 1, "device": "H200", "tests": tests}))
+    path.write_text(json.dumps(WHOLE | {"tests": tests}))
     slowest = [earlier.slowest for earlier in read_baseline(path, "H200").values()]
     assert slowest == [1.0, 3.0, None]
 
@@ -292,12 +292,16 @@ def test_name_and_power_limit_are_those_of_the_gpu_that_is_tested(
     assert (tested and tested["index"]) == index
 
 
+WHOLE = {"kind": "qualify", "schema_version": 1, "device": "H200", "machine": {}}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("not json", "not JSON"),
         ('{"kind": "audit", "schema_version": 1}', "not a qualify.json"),
-        (json.dumps({"kind": "qualify", "schema_version": 1, "device": "H100", "tests": []}), "is about H100"),
+        (json.dumps(WHOLE | {"device": "H100", "tests": []}), "is about H100"),
+        (json.dumps(WHOLE | {"tests": []}), "has no measured value; give the file of a full run"),
     ],
 )
 def test_a_baseline_that_does_not_fit_is_refused(text: str, words: str, tmp_path: Path) -> None:

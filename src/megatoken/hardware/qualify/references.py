@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.errors import UsageError
-from megatoken.files import UnreadableError, mappings, read_json_object
+from megatoken.files import UnreadableError, read_json_object
+from megatoken.hardware.qualify.values import SPEEDS
 from megatoken.text import is_number
 
 TABLE = Path(__file__).parents[2] / "data" / "qualify_references.csv"
@@ -72,7 +73,69 @@ def read_document(path: Path, flag: str) -> Mapping[str, Any]:
         raise UsageError(f"{flag} {path}: {error}; give the qualify.json of a qualification") from error
     if document.get("kind") != KIND or document.get("schema_version") != SCHEMA_VERSION:
         raise UsageError(f"{flag} {path}: not a qualify.json of version {SCHEMA_VERSION}; give one")
+    check_document(document, f"{flag} {path}")
     return document
+
+
+def check_document(document: Mapping[str, Any], where: str) -> None:
+    """Refuse a ``qualify.json`` whose machine, tests or values are not what a qualification writes.
+
+    Absent and null fields pass, except those without which a measured value cannot be used. A speed is above zero.
+
+    Raises:
+        UsageError: the message begins with ``where`` and names the field.
+    """
+    problem = _damage(document)
+    if problem is not None:
+        raise UsageError(f"{where}: {problem}; the file is damaged or was edited: repeat megatoken qualify")
+
+
+def _damage(document: Mapping[str, Any]) -> str | None:
+    """What is wrong with a document, with the place in it; None if it is whole."""
+    if not isinstance(document.get("device"), str):
+        return "device is not a text"
+    if not isinstance(machine := document.get("machine"), Mapping):
+        return "machine is not an object"
+    if not isinstance(memory := machine.get("memory") or {}, Mapping):
+        return "machine: memory is not an object"
+    if not _number_or_none(memory.get("available_bytes")):
+        return "machine: memory: available_bytes is not a number"
+    if not isinstance(tests := document.get("tests"), list):
+        return "tests is not a list"
+    for number, test in enumerate(tests):
+        if not isinstance(test, Mapping):
+            return f"tests[{number}] is not an object"
+        if not isinstance(values := test.get("values"), list):
+            return f"tests[{number}]: values is not a list"
+        for index, value in enumerate(values):
+            if not isinstance(value, Mapping):
+                return f"tests[{number}]: values[{index}] is not an object"
+            if (problem := _damage_of_value(value)) is not None:
+                return f"tests[{number}]: values[{index}]: {problem}"
+    return None
+
+
+def _damage_of_value(value: Mapping[str, Any]) -> str | None:
+    if not isinstance(value.get("name"), str):
+        return "name is not a text"
+    for name in ("title", "unit", "better"):
+        if not isinstance(value.get(name, ""), str):
+            return f"{name} is not a text"
+    for name in ("median", "spread"):
+        if not _number_or_none(value.get(name)):
+            return f"{name} is not a number"
+    if (median := value.get("median")) is None:
+        return None
+    windows = value.get("windows")
+    if not isinstance(windows, list) or not all(map(_number_or_none, windows)):
+        return "windows is not a list of numbers"
+    if value.get("better", SPEEDS[0]) in SPEEDS and median <= 0:
+        return f"median is {median}, which no speed is"
+    return None
+
+
+def _number_or_none(value: Any) -> bool:
+    return value is None or is_number(value)
 
 
 def read_baseline(path: Path, device: str) -> dict[tuple[str, str, str], Earlier]:
@@ -81,22 +144,24 @@ def read_baseline(path: Path, device: str) -> dict[tuple[str, str, str], Earlier
     A title has precision and sizes, so that a value is compared with the same measurement only.
 
     Raises:
-        UsageError: it cannot be read, is another document, or is about another device.
+        UsageError: it cannot be read, is another document, is about another device, or has no measured value.
     """
     document = read_document(path, "--baseline")
     if (other := document.get("device")) != device:
         raise UsageError(f"--baseline {path}: is about {other}, this is {device}; give one of this machine")
-    return {
-        (str(value.get("name")), str(value.get("title")), str(value.get("unit"))): Earlier(
+    found = {
+        (value["name"], str(value.get("title")), str(value.get("unit"))): Earlier(
             value["median"], value["spread"], test["runs"] if is_number(test.get("runs")) else 1, _slowest(value)
         )
-        for test in mappings(document.get("tests"))
-        for value in mappings(test.get("values"))
-        if is_number(value.get("median")) and is_number(value.get("spread"))
+        for test in document["tests"]
+        for value in test["values"]
+        if value.get("median") is not None and value.get("spread") is not None
     }
+    if not found:
+        raise UsageError(f"--baseline {path}: has no measured value; give the file of a full run")
+    return found
 
 
 def _slowest(value: Mapping[str, Any]) -> float | None:
-    windows = value.get("windows")
-    numbers = [one for one in windows if is_number(one)] if isinstance(windows, list) else []
+    numbers = [one for one in value["windows"] if one is not None]
     return (max if value.get("better") == "lower" else min)(numbers, default=None)

@@ -76,7 +76,6 @@ def qualify(
         SCHEMA_VERSION,
         title=f"Qualification of {part}",
         inputs=[] if baseline is None else [str(baseline)],
-        notes=[capped] if capped else [],
         set="full" if full else "quick",
         device=part,
         machine=machine,
@@ -107,7 +106,12 @@ def qualify(
                 queue.extend(once)
             elif slow and device == "cpu" and sum(len(of_test[2:]) for of_test in runs) < CONFIRMATIONS:
                 queue.append(min(slow, key=lambda index: len(runs[index])))
+        notes = [capped] if capped else []
+        compared = any(value.get("baseline") is not None for result in results for value in result["values"])
+        if baseline is not None and not queue and not compared:
+            notes.append(f"No value is in the baseline {baseline} under the same name, title and unit.")
         document = document | {
+            "notes": notes,
             "complete": not queue,
             "seconds": time.monotonic() - began,
             "verdict": overall(results),
@@ -118,10 +122,10 @@ def qualify(
 
 def exit_code(document: dict[str, Any]) -> ExitCode:
     """0 if nothing failed; 3 if a value failed; 4 if a test did not run, or not to its end."""
-    verdicts = [test["verdict"] for test in document["tests"]]
+    verdicts = [test.get("verdict") for test in document["tests"]]
     if Verdict.FAIL in verdicts:
         return ExitCode.INVALID
-    return ExitCode.DEGRADED if Verdict.NOT_RUN in verdicts or not document["complete"] else ExitCode.OK
+    return ExitCode.DEGRADED if Verdict.NOT_RUN in verdicts or not document.get("complete") else ExitCode.OK
 
 
 def chosen_gpu(found: Sequence[dict[str, Any]], gpu: str | None) -> dict[str, Any] | None:

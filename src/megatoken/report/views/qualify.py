@@ -241,7 +241,7 @@ def _shares(tests: list[Document]) -> Iterator[Figure]:
 def _roofline(tests: list[Document]) -> Iterator[Figure]:
     """Layers, attention and steps of the engine under what memory and large products allow."""
     values = {value.text("name"): value for test in tests for value in test.parts("values")}
-    medians = {name: median for name, value in values.items() if (median := value.number("median"))}
+    medians = {name: median for name, value in values.items() if (median := value.number("median") or 0.0) > 0}
     on_gpu = "hbm_read" in medians
     read = medians.get("hbm_read") or medians.get("memory_read")
     unit, device = (1e12, "cuda") if on_gpu else (1e9, "cpu")
