@@ -62,7 +62,7 @@ def test_time_beyond_the_kernels_is_found_from_two_models() -> None:
     for name, suffix in (("tiny", "_tiny"), ("125m", "")):
         cost = ProcessorCosts(SHAPES[name], FP32, rates).step_of(16, 16 * (128 + 3 + 1.5), (), 16)
         assert cost.seconds == pytest.approx(CPU_VALUES[f"decode_step{suffix}"] / 1e3)
-    with pytest.raises(UsageError, match=r"has no layer_products_bf16_1.*take that --precision"):
+    with pytest.raises(UsageError, match=r"has no layer_products_bf16_1.*give --precision fp32"):
         machine.processor_rates(find_scheme("bf16"))
 
 
@@ -104,13 +104,16 @@ def test_a_gpu_as_fast_as_the_model_is_left_alone_and_a_slower_part_is_slower() 
 def test_the_command_predicts_and_refuses_two_machines(tmp_path: Path) -> None:
     file = tmp_path / "qualify.json"
     file.write_text(json.dumps(document("A processor, 2 cores", CPU_VALUES)))
-    arguments = ("plan", "throughput", "--machine", file, "--model", "tiny", "--precision", "fp32", "--minutes", 0.02)
+    arguments = ("plan", "throughput", "--machine", file, "--model", "tiny", "--minutes", 0.02)
     code, out, err = call_here(*arguments, "--json")
     assert (code, err) == (0, "")
     plan = json.loads(out)
     assert plan["title"] == "tiny in fp32 on A processor, 2 cores, predicted from its qualification"
     assert Rack.of("tiny", EngineConfig(), "x", nodes=1, gpus_per_node=1).machine is None
-    for more, words in ((("--gpu", "H200"), "give one of them"), (("--precision", "bf16"), "layer_products_bf16_1")):
+    for more, words in (
+        (("--gpu", "H200"), "give one of them"),
+        (("--precision", "bf16"), "layer_products_bf16_1, which predicting bf16 needs; give --precision fp32"),
+    ):
         code, _, err = call_here(*arguments, *more)
         assert code == 2
         assert words in err

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 PARTS = StepCost._fields[1:9]
 AGREEING_SHARE = 0.15
 """Of a predicted rate, by which a measured one may differ: so near are predictions on a machine without other work."""
+LAYERS = "layer_products_"
+"""How the names of these values begin; the format follows."""
 COPY_SHARE = 0.89
 """Of the data sheet's bandwidth, that a copy reached on the H200 from which the cost model's constants are."""
 
@@ -53,10 +55,16 @@ class Machine:
         """The data sheet; None of a processor."""
         return gpus().get(self.name)
 
+    @property
+    def precisions(self) -> list[str]:
+        """Formats in which the products of layers were measured; on a processor the engine runs in the only one."""
+        names = (name.removeprefix(LAYERS).split("_")[0] for name in self.values if name.startswith(LAYERS))
+        return list(dict.fromkeys(names))
+
     def most_operations_per_second(self, precision: str) -> float | None:
         """Of the largest products on all cores or the GPU; None if they were not measured in this format."""
         unit = 1e9 if self.gpu is None else 1e12
-        names = (f"gemm_{precision}_", f"layer_products_{precision}_")
+        names = (f"gemm_{precision}_", f"{LAYERS}{precision}_")
         rates = [value for name, value in self.values.items() if name.startswith(names) and not name.endswith("_1")]
         return unit * max(rates) if rates else None
 
@@ -89,7 +97,7 @@ class Machine:
         item = scheme.activation_bytes
         points = []
         for tokens in CPU_TOKENS:
-            rate = self._value(f"layer_products_{precision}_{tokens}", precision) * 1e9
+            rate = self._value(f"{LAYERS}{precision}_{tokens}", precision) * 1e9
             if tokens == 1:  # in bytes/s
                 products = products_of(shape)
                 rate *= sum(one.operations(1) for one in products) / sum(one.moved_bytes(1, item) for one in products)
@@ -121,7 +129,7 @@ class Machine:
         def products(tokens: int) -> float:
             found = []
             for name in GPU_LAYERS.shapes:
-                measured = self.values.get(f"layer_products_{scheme.precision}_{name}_{tokens}")
+                measured = self.values.get(f"{LAYERS}{scheme.precision}_{name}_{tokens}")
                 if measured is not None:
                     shape = SHAPES[name]
                     cost = CostModel(shape, scheme, gpu).step_of(tokens, 0, (), tokens)
@@ -141,10 +149,10 @@ class Machine:
 
     def _value(self, name: str, precision: str) -> float:
         if name not in self.values:
-            raise UsageError(
-                f"{self.source}: has no {name}, which predicting {precision} on a processor needs; repeat megatoken"
-                " qualify, whose products are in the fastest format of the processor, or take that --precision"
-            )
+            fix = "repeat megatoken qualify without --tests"
+            if self.precisions and precision not in self.precisions:
+                fix = f"give --precision {self.precisions[0]}"
+            raise UsageError(f"{self.source}: has no {name}, which predicting {precision} needs; {fix}")
         return self.values[name]
 
 

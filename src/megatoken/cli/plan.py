@@ -120,7 +120,10 @@ def throughput(
         Path | None, flag("FILE", "qualify.json of a machine, a CPU too: predict from its measurements.")
     ] = None,
     model: Annotated[str, flag("SHAPE", "Named model shape.")] = "llama2-70b",
-    precision: Annotated[str, flag("bf16|fp8|fp4", "Number format of the layers' matrix products.")] = "fp8",
+    precision: Annotated[
+        str | None,
+        flag("bf16|fp8|fp4", "Number format of the layers' matrix products. Default: that of --machine, else fp8."),
+    ] = None,
     nodes: Annotated[int, flag("N", "Nodes in the rack.")] = 1,
     gpus_per_node: Annotated[int, flag("N", "GPUs per node; each holds a copy of the model.")] = 1,
     minutes: Annotated[float, flag("N", "Simulated minutes in which requests start.")] = 10.0,
@@ -133,6 +136,7 @@ def throughput(
     json_only: Json = False,
 ) -> int:
     """Simulate throughput on other hardware. Or predict it on a qualified machine. Offline, in simulated time."""
+    from megatoken.analysis.qualified import read_machine
     from megatoken.config import load_run_config
     from megatoken.planning.throughput_plan import throughput as simulated
 
@@ -141,6 +145,9 @@ def throughput(
             raise UsageError(f"--engine.{key}: this machine computes nothing here; leave it out")
     if (gpu is None) == (machine is None):
         raise UsageError("--gpu or --machine: give one of them, a GPU to simulate or the qualify.json of a machine")
+    measured = None if machine is None else read_machine(machine)
+    if precision is None:
+        precision = "fp8" if measured is None or not measured.precisions else measured.precisions[0]
     simulated_gpu = {} if gpu is None else {"rack.simulated_gpu": gpu}
     flags = {"precision": precision, **simulated_gpu, **ctx.meta[FLAGS]}
     config = load_run_config(None, flags, rack="auto" if gpu else None)
@@ -149,7 +156,7 @@ def throughput(
             model,
             config.engine_config(),
             gpu,
-            machine=machine,
+            machine=measured,
             nodes=nodes,
             gpus_per_node=gpus_per_node,
             minutes=minutes,

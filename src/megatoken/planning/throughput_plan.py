@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.analysis.qualified import read_machine
+from megatoken.analysis.qualified import Machine
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine.config import EngineConfig
 from megatoken.engine.cost_model import SECONDS_PER_SEQUENCE, StepCost
@@ -55,7 +55,7 @@ def throughput(
     config: EngineConfig,
     gpu: str | None,
     *,
-    machine: Path | None = None,
+    machine: Machine | None = None,
     nodes: int,
     gpus_per_node: int,
     minutes: float,
@@ -69,12 +69,11 @@ def throughput(
     Raises as ``plan_throughput`` and ``load_lengths``."""
     if not 0 < minutes <= MOST_MINUTES:
         raise UsageError(f"--minutes is {minutes:g}; give a number above 0, at most {MOST_MINUTES:,}: a simulated day")
-    measured = None if machine is None else read_machine(machine)
-    name = gpu if measured is None else measured.name
+    name = gpu if machine is None else machine.name
     if name is None:
         raise UsageError("--gpu or --machine: give the GPU to simulate, or the qualify.json of a machine")
     rack = Rack.of(model, config, name, nodes=nodes, gpus_per_node=gpus_per_node)
-    rack = replace(rack, machine=measured)
+    rack = replace(rack, machine=machine)
     simulation = rack.simulation()
     table = load_lengths(
         lengths, vocabulary_size=simulation.model.vocabulary_size, max_length=simulation.memory.max_length
