@@ -118,7 +118,7 @@ def test_a_share_above_a_measured_bound_is_marked_and_rates_without_a_verdict_ar
     bound = {"value": 15.0, "formula": "reading of memory", "certain": False}
     attention |= {"share": 1.007, "bound": bound, "verdict": "NO REFERENCE"}
     made = page(document_view(checked(one, "qualify.json")))
-    assert "judged: 0 error counts and 0 of 1 speed; 1 rate only recorded" in made
+    assert "judged: nothing; 1 speed without a reference; 1 rate only recorded" in made
     assert "101 *" in made and "which was measured itself" in made
     attention["bound"] = bound | {"certain": True}
     assert "101 *" not in page(document_view(checked(one, "qualify.json")))

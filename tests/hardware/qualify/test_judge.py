@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
-from megatoken.hardware.qualify.judge import Verdict, is_noisy, judge, overall, spread_between_runs, tolerance
+from megatoken.hardware.qualify.judge import Verdict, answer, is_noisy, judge, overall, spread_between_runs, tolerance
 from megatoken.hardware.qualify.references import Band, Earlier, _published, band, read_baseline
 from megatoken.hardware.qualify.session import chosen_gpu, power_cap
 from megatoken.hardware.qualify.values import Bound, NotRun, Value
@@ -318,3 +318,19 @@ def test_a_drift_between_the_halves_of_the_windows_is_noisy_however_even_each_ha
     assert is_noisy(drifted, 0.0)
     assert not is_noisy(rate(100.0, 100.2, 99.9, 100.1, 100.0, 98.9, 99.2, 99.0, 99.1, 99.0), 0.0)
     assert not is_noisy(rate(100.0), None)
+
+
+def test_sentences_about_one_value_or_none_say_what_was_judged() -> None:
+    clock = {"name": "core_clock", "title": "Clock", "better": "higher", "windows": [2.5], "noisy": True}
+    clock |= {"verdict": "NO REFERENCE", "reason": "", "core_wait_share": 0.0}
+    document = {"tests": [{"title": "Facts", "fault": None, "values": [clock]}]}
+    health, _, steady = answer(document)
+    assert health == "Nothing was judged: of 1 value, 1 has no reference and 0 did not run."
+    assert steady == "1 of 1 speed is noisy and may differ by over 5 % next time."
+    clock |= {"verdict": "PASS", "noisy": False}
+    health, _, steady = answer(document)
+    assert health == "No fault was found: 1 value passes, 0 are marginal, 0 have no reference and 0 did not run."
+    assert steady.startswith("The only speed was steady within 5 %")
+    clock |= {"verdict": "NOT RUN", "windows": []}
+    health, _, steady = answer(document)
+    assert (health.partition(":")[0], steady) == ("Nothing was judged", "No speed was measured.")

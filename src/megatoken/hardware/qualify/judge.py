@@ -200,12 +200,20 @@ def health(tests: Sequence[Mapping[str, Any]], values: Sequence[Mapping[str, Any
     failed = [f"{test['title']} ({test['fault']})" for test in tests if test["fault"]]
     failed += [f"{value['title']} ({value['reason']})" for value in values if value["verdict"] == Verdict.FAIL]
     count = {verdict: sum(value["verdict"] == verdict for value in values) for verdict in Verdict}
-    rest = f"{count_of(count[Verdict.PASS], 'value')} pass, {count[Verdict.MARGINAL]} are marginal, "
-    rest += f"{count[Verdict.NO_REFERENCE]} have no reference and {count[Verdict.NOT_RUN]} did not run"
+    passed, marginal, missing = (count[one] for one in (Verdict.PASS, Verdict.MARGINAL, Verdict.NO_REFERENCE))
+    unjudged = f"{missing} {'has' if missing == 1 else 'have'} no reference and {count[Verdict.NOT_RUN]} did not run"
+    if not failed and not passed + marginal:
+        return f"Nothing was judged: of {count_of(len(values), 'value')}, {unjudged}."
+    passes = f"{count_of(passed, 'value')} {'passes' if passed == 1 else 'pass'}"
+    rest = f"{passes}, {marginal} {_is(marginal)} marginal, {unjudged}"
     if not failed:
         return f"No fault was found: {rest}."
     more = f" and {len(failed) - MOST_NAMED} more" if len(failed) > MOST_NAMED else ""
     return f"{count_of(len(failed), 'fault')} found: {'; '.join(failed[:MOST_NAMED])}{more}; {rest}."
+
+
+def _is(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _speed(values: Mapping[str, Mapping[str, Any]]) -> str:
@@ -229,10 +237,14 @@ def _trust(values: Sequence[Mapping[str, Any]]) -> str:
     """How many speeds are steady; rates that are only recorded do not count."""
     speeds = [value for value in values if value.get("windows") and value["better"] in SPEEDS]
     noisy = [value for value in speeds if value["noisy"]]
+    if not speeds:
+        return "No speed was measured."
     if not noisy:
-        return f"All {len(speeds)} speeds were steady within 5 %, so later qualifications can be compared."
+        all_of_them = f"All {len(speeds)} speeds were" if len(speeds) > 1 else "The only speed was"
+        return f"{all_of_them} steady within 5 %, so later qualifications can be compared."
     waits = [wait for value in noisy if (wait := value["core_wait_share"] or 0.0) > CONTENTION]
     cause = ""
     if waits:
         cause = f"; {len(waits)} waited for a core, up to {max(waits):.0%} of their time: stop other work and repeat"
-    return f"{len(noisy)} of {len(speeds)} speeds are noisy and may differ by over 5 % next time{cause}."
+    counted = f"{len(noisy)} of {count_of(len(speeds), 'speed')} {_is(len(noisy))} noisy"
+    return f"{counted} and may differ by over 5 % next time{cause}."

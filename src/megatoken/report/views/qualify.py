@@ -33,7 +33,7 @@ MEANING = {
     "PASS": "no value failed",
     "MARGINAL": "slightly worse than a reference, or worse but noisy",
     "FAIL": "a fault was found",
-    "NO REFERENCE": "no error was found, no speed could be judged; keep the file of a full run as the --baseline",
+    "NO REFERENCE": "no speed could be judged; keep the file of a full run as the --baseline",
     "NOT RUN": "a test did not run, or not to its end",
 }
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
@@ -76,6 +76,8 @@ def _judged(tests: list[Document]) -> str:
     judged = sum(value.text("verdict") != "NO REFERENCE" for value in speeds)
     recorded = sum("median" in value for value in values) - counts - len(speeds)
     rest = f"; {count_of(recorded, 'rate')} only recorded" if recorded else ""
+    if not counts and not judged:
+        return f"judged: nothing; {count_of(len(speeds), 'speed')} without a reference{rest}"
     return f"judged: {count_of(counts, 'error count')} and {judged} of {count_of(len(speeds), 'speed')}{rest}"
 
 
