@@ -108,6 +108,11 @@ def test_a_compared_value_shows_the_baseline_the_difference_and_the_tolerance(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["memory_read", "18.0", "GB/s", "20.0", "-10.0", "-7.5", "PASS"] in rows
     assert ["Step", "11.0", "ms", "10.0", "+10.0", "+7.5", "PASS"] in rows
+    one["tests"][0]["values"][0]["baseline_noisy"] = True
+    show(checked(one, "qualify.json"))
+    out = capsys.readouterr().out
+    assert "20.0 !" in out and "10.0 !" not in out
+    assert "the baseline's value is noisy, 1 of 2; repeat it" in out
     assert "Allowed" in page(document_view(checked(one, "qualify.json")))
 
 

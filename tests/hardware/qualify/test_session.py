@@ -250,6 +250,7 @@ def test_a_test_that_runs_once_may_differ_as_much_as_the_runs_of_the_others(
     assert ran == ["once", "twice", "twice", *["once"] * (runs - 1)]
     assert last["tests"][0]["verdict"] == verdict
     assert last["tests"][0]["values"][0]["tolerance"] == (0.25 if drift else 0.05)
+    assert last["tests"][1]["values"][0]["baseline_noisy"] is bool(drift)
 
 
 @pytest.mark.parametrize(("gpu", "device", "capped"), [(None, "H200", True), ("1", "H100", False)])

@@ -40,6 +40,7 @@ class Earlier:
     spread: float
     runs: int = 1
     slowest: float | None = None
+    noisy: bool = False
 
 
 @cache
@@ -151,7 +152,11 @@ def read_baseline(path: Path, device: str) -> dict[tuple[str, str, str], Earlier
         raise UsageError(f"--baseline {path}: is about {other}, this is {device}; give one of this machine")
     found = {
         (value["name"], str(value.get("title")), str(value.get("unit"))): Earlier(
-            value["median"], value["spread"], test["runs"] if is_number(test.get("runs")) else 1, _slowest(value)
+            value["median"],
+            value["spread"],
+            test["runs"] if is_number(test.get("runs")) else 1,
+            _slowest(value),
+            value.get("noisy") is True,
         )
         for test in document["tests"]
         for value in test["values"]

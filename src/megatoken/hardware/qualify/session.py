@@ -247,6 +247,7 @@ def _value_entry(
         "share": outcome.share if outcome.windows else None,
         "band": published and {"lowest": published.lowest, "highest": published.highest, "sources": published.sources},
         "baseline": before and before.median,
+        "baseline_noisy": before and before.noisy,
         "difference": outcome.median / before.median - 1 if before and before.median and outcome.windows else None,
         "tolerance": allowed,
         "precision": outcome.precision,

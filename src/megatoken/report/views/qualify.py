@@ -164,14 +164,20 @@ def _against_baseline(tests: list[Document]) -> Iterator[Table]:
     fields = (
         word("Value", "title"),
         Field("Median", _median, numeric=True),
-        Field("Baseline", lambda value: number(value.number("baseline")), numeric=True),
+        Field("Baseline", _baseline, numeric=True),
         Field("Differs", lambda value: _percent(value.number("difference"), "+.1f"), "%", numeric=True),
         Field("Allowed", _allowed, "%", numeric=True),
         Field("Verdict", lambda value: _badge(value.text("verdict"))),
     )
     note = "Allowed: a value passes if it differs by no more, see docs/qualify.md."
+    if noisy := sum(value.flag("baseline_noisy") is True for value in compared):
+        note += f" !: the baseline's value is noisy, {noisy} of {len(compared)}; repeat it on a quiet machine."
     if compared:
         yield table_of("Against the baseline", compared, fields, note=note)
+
+
+def _baseline(value: Document) -> str:
+    return number(value.number("baseline")) + (" !" if value.flag("baseline_noisy") else "  ")
 
 
 def _median(value: Document) -> str:
