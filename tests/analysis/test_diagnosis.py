@@ -154,3 +154,17 @@ def test_ramp_and_tail_are_a_cause_only_where_they_cost_speed(whole: float, stat
         f"ramp and tail took 63% of the run; while it was steady it made 1,038 tokens/s instead of {whole:,.0f}"
         in found.message
     )
+
+
+def test_an_interrupted_run_is_called_so_and_an_edited_one_is_refused(tmp_path: Path) -> None:
+    run = made(tmp_path, {}, {})
+    path = run.path / "result.json"
+    result = json.loads(path.read_text())
+    path.write_text(json.dumps(result | {"verdict": "INTERRUPTED", "steady_window_seconds": None}))
+    code, out, _ = call_here("doctor", run.path)
+    assert (code, out.splitlines()[0]) == (0, f"{run.path.name} (INTERRUPTED)")
+    assert "--samples" not in out
+    path.write_text(json.dumps(result | {"output_tokens_per_second": 2 * result["output_tokens_per_second"]}))
+    code, _, err = call_here("doctor", run.path)
+    assert code == 2
+    assert "result.json contradicts itself" in err

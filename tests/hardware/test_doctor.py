@@ -79,7 +79,7 @@ def test_a_busy_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         finally:
             busy.kill()
     assert found.state == State.FIX
-    assert str(busy.pid) in found.command.split()
+    assert str(busy.pid) in found.command.split()[4].split(",")
 
 
 def test_few_open_files_and_a_full_disk_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ HEALTHY = {
         ("PowerManagementLimit", 500_000, "power_limit", "-pl 700"),
         ("CurrentClocksEventReasons", 0x6, "clocks_set", "-rgc"),
         ("CurrentClocksEventReasons", 0x44, "slow_down", "cooling"),
-        ("ComputeRunningProcesses", [SimpleNamespace(pid=77, usedGpuMemory=2**31)], "shared", "kill 77"),
+        ("ComputeRunningProcesses", [SimpleNamespace(pid=77, usedGpuMemory=2**31)], "shared", "-p 77"),
     ],
 )
 def test_each_setting_of_a_gpu_is_found_with_its_command(question: str, answer: object, code: str, words: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatoken.analysis.contradictions import check_rates
 from megatoken.analysis.lookup import run_folders
 from megatoken.analysis.series import Floats, gpu_errors, numbers, totals_over_time
 from megatoken.analysis.stability import FATAL_ERRORS
@@ -16,7 +17,7 @@ from megatoken.engine.schemes import has_bf16_activations
 from megatoken.files import new_document
 from megatoken.hardware.doctor import Finding, fix, ok, unknown
 from megatoken.hardware.nvml import HARMFUL_REASONS, POWER_CAP, words_of
-from megatoken.runs.run import Run, read_run
+from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.text import count_of, is_number, precise
 from megatoken.text import number as short
 
@@ -56,12 +57,13 @@ def diagnosis(path: Path) -> dict[str, Any]:
     """The same as a document: of a run folder, or in ``runs`` of each below ``path``, such as the loads of a sweep.
 
     Raises:
-        UsageError: there is no such folder, or a run folder is damaged.
+        UsageError: there is no such folder, a run folder is damaged, or its rates are not those of its figures.
     """
-    found = [
-        {"run": str(folder), "verdict": (run := read_run(folder)).verdict, "findings": list(map(asdict, diagnose(run)))}
-        for folder in run_folders(path) or [path]
-    ]
+    found = []
+    for folder in run_folders(path) or [path]:
+        run = read_run(folder)
+        check_rates(run)
+        found.append({"run": str(folder), "verdict": run.verdict, "findings": list(map(asdict, diagnose(run)))})
     if len(found) == 1:
         return new_document("diagnosis", **found[0])
     return new_document("diagnosis", run=str(path), runs=found)
@@ -221,7 +223,7 @@ def _steadiness(run: Run) -> Iterator[Finding]:
     result, code = run.result, "steadiness"
     window, duration = result.get("steady_window_seconds"), result.get("duration_seconds")
     if not window or not is_number(duration) or duration <= 0:
-        if result.get("scenario") == "offline" and is_number(duration):
+        if result.get("scenario") == "offline" and is_number(duration) and run.verdict != Verdict.INTERRUPTED:
             message = f"the run of {precise(duration)} s has no steady window: its ramp and tail lower the rate"
             yield fix("short_run", message, "more --samples, or a longer --min-duration")
         return

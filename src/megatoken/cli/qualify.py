@@ -141,7 +141,7 @@ def doctor(
 
     def show() -> None:
         for one in document.get("runs", [document]):
-            if "runs" in document:
+            if "run" in one:
                 print(f"{Path(one['run']).name} ({one['verdict']})")
             show_findings(one["findings"])
 

@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -179,7 +179,7 @@ def _load() -> Iterator[Finding]:
         busiest = [(pid, name) for (pid, name), spent in top if spent > 0]
         names = ", ".join(f"{name} ({pid})" for pid, name in busiest)
         message = f"other processes use {share:.0%} of the cores: {names}"
-        yield fix("cpu_load", message, f"stop them: kill {' '.join(str(pid) for pid, _ in busiest)}")
+        yield fix("cpu_load", message, _look_at(pid for pid, _ in busiest))
     else:
         yield ok("cpu_load", f"other processes use {share:.0%} of the cores")
     steal = getattr(psutil.cpu_times(), "steal", 0.0) - getattr(all_before, "steal", 0.0)
@@ -188,6 +188,11 @@ def _load() -> Iterator[Finding]:
         yield fix("cpu_steal", message, "move to a host or an instance type with dedicated cores")
     else:
         yield ok("cpu_steal", "no core is taken away by the host")
+
+
+def _look_at(pids: Iterable[int]) -> str:
+    """Names alone do not say whose processes they are and what for."""
+    return f"ps -o pid,user,etime,args -p {','.join(map(str, pids))}   (stop those that are not needed)"
 
 
 def _process_seconds() -> dict[tuple[int, str], float]:
@@ -340,10 +345,10 @@ def _check(gpu: NvmlGpu, index: int) -> Iterator[Finding]:
         yield fix(f"gpu{index}_specification", f"GPU {index}: {message}", f"nvidia-smi -q -i {index}")
     others = [one for one in ask("nvmlDeviceGetComputeRunningProcesses") or [] if one.pid != os.getpid()]
     if others:
-        ids = " ".join(str(one.pid) for one in others)
+        ids = ", ".join(str(one.pid) for one in others)
         held = sum(one.usedGpuMemory or 0 for one in others) / 2**30
         message = f"GPU {index} is also used by the processes {ids}, which hold {held:.1f} GiB"
-        yield fix(f"gpu{index}_shared", message, f"stop them: kill {ids}")
+        yield fix(f"gpu{index}_shared", message, _look_at(one.pid for one in others))
 
 
 def examine(folder: Path, refuse: Callable[[Path], None] | None = None) -> dict[str, Any]:
