@@ -86,15 +86,33 @@ def test_a_file_that_is_no_qualification_is_not_overwritten(tmp_path: Path) -> N
     assert file.read_text() == "{}"
 
 
+def test_an_earlier_file_of_more_tests_is_kept_and_one_of_the_same_tests_replaced(tmp_path: Path) -> None:
+    file, older = tmp_path / "qualify.json", tmp_path / "qualify-older.json"
+    call_here("qualify", "--tests", "facts", "--out", tmp_path)
+    assert call_here("qualify", "--tests", "facts", "--out", tmp_path)[2] == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"qualify.json", "qualify.html"}
+    one = json.loads(file.read_text())
+    more = one | {"tests": [*one["tests"], one["tests"][0] | {"name": "memory"}]}
+    file.write_text(json.dumps(more))
+    code, _, err = call_here("qualify", "--tests", "facts", "--out", tmp_path)
+    assert (code, len(err.splitlines())) == (0, 1)
+    assert err.startswith(f"{older}: the earlier qualify.json, 2 tests; kept")
+    assert json.loads(older.read_text()) == more
+    assert older.with_suffix(".html").is_file() and len(json.loads(file.read_text())["tests"]) == 1
+
+
 def test_ctrl_c_keeps_the_tests_that_ended(tmp_path: Path) -> None:
-    file = tmp_path / "qualify.json"
+    file, older = tmp_path / "qualify.json", tmp_path / "qualify-older.json"
+    call_here("qualify", "--tests", "facts", "--out", file)
+    before = file.read_text()
     with started("qualify", "--full", "--out", file) as process:
         deadline = monotonic() + TIMEOUT_SECONDS
-        while not file.with_suffix(".html").exists() and monotonic() < deadline:
+        while not (older.exists() and file.with_suffix(".html").exists()) and monotonic() < deadline:
             sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 130
+    assert older.read_text() == before and f"{older}: the earlier qualify.json, 1 test; kept" in err
     assert err.splitlines()[-1] == f"megatoken: interrupted; the tests that ended are in {file}"
     document = json.loads(file.read_text())
     assert document["tests"][0]["name"] == "facts"

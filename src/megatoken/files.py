@@ -37,8 +37,9 @@ FIXES = {
 
 
 def free_names(wanted: Path) -> Iterator[Path]:
-    """``wanted``, then ``wanted-2``, ``wanted-3``..., without those that exist. The number goes before ``.log``."""
-    name, suffix = wanted.name.removesuffix(".log"), ".log" if wanted.name.endswith(".log") else ""
+    """``wanted``, then ``wanted-2``, ``wanted-3``..., without those that exist; numbers before ``.log``, ``.json``."""
+    suffix = wanted.suffix if wanted.suffix in (".log", ".json") else ""
+    name = wanted.name.removesuffix(suffix)
     names = chain([wanted.name], (f"{name}-{number}{suffix}" for number in count(2)))
     return (path for path in map(wanted.with_name, names) if not path.exists())
 

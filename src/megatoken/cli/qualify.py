@@ -50,6 +50,7 @@ def qualify(
     from megatoken.report import check_place, write_document
     from megatoken.report.console import show
     from megatoken.report.documents import checked
+    from megatoken.report.earlier import Earlier, set_aside
 
     if of is not None and compare is None:
         raise UsageError("--of: needs --compare; give azure, or a CSV table")
@@ -78,6 +79,7 @@ def qualify(
     if compare is not None:
         table_of(compare)
     document: dict[str, Any] = {}
+    earlier: Earlier | None = None
     try:
         if of is not None:
             document = dict(read_document(of, "--of"))
@@ -94,14 +96,20 @@ def qualify(
                         chosen, setting, device, gpus_here(), together=gpus == "together", **common
                     )
                 for document in documents:
+                    earlier = earlier or set_aside(out)
                     _, page = write_document(document, out)
         if compare is not None:
             document["comparison"] = compare_with(document, compare)
+            if of is not None and of.resolve() != out.resolve():
+                earlier = set_aside(out)
             _, page = write_document(document, out)
     except KeyboardInterrupt:
         if not document:
             raise
         raise KeyboardInterrupt(f"interrupted; the tests that ended are in {out}") from None
+    finally:
+        if earlier is not None and (kept := earlier.settle(document)):
+            print(kept, file=sys.stderr)
 
     def show_all() -> None:
         show(checked(document, str(out)), full=True)
