@@ -137,9 +137,12 @@ def _measured(
     for pair in pairs:
         receiver, sender = pair
         nonce = secrets.token_bytes(NONCE_BYTES)
-        port = ray.get(actors[receiver].listen.remote(addresses[receiver], nonce))
+        try:
+            port = ray.get(actors[receiver].listen.remote(addresses[receiver], nonce), timeout=ANSWER_SECONDS)
+        except Exception:  # the node is gone
+            continue
         sending[pair] = actors[sender].send.remote(addresses[receiver], port, nonce, LINK_SECONDS)
-    rates: dict[Pair, float | None] = {}
+    rates: dict[Pair, float | None] = dict.fromkeys(pairs)
     for pair, answer in sending.items():
         try:
             rates[pair] = float(ray.get(answer, timeout=2 * ANSWER_SECONDS))

@@ -66,7 +66,7 @@ def failed(document: dict[str, Any]) -> set[str]:
         ("flipped_product", {"exact_fp8"}, "fp8 products of whole numbers"),
         ("flipped_repeat", {"repeat_bf16"}, "bf16 product repeated 8 times"),
         ("flipped_memory", {"memory_pattern"}, "Pattern in 1 GiB of memory"),
-        ("flipped_copy", {"copy_errors"}, "Data after both copies"),
+        ("flipped_copy", {"copy_errors"}, "Data after all copies"),
     ],
 )
 def test_wrong_results_and_errors_are_found_and_named(name: str, values: set[str], words: str, brief: Setting) -> None:

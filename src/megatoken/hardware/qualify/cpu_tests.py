@@ -60,7 +60,8 @@ def memory(setting: Setting) -> Outcomes:
         of_core = rates(buffers * CACHED_BYTES / 1e9, call_seconds(lambda run=run: run(*cached), shorter))  # type: ignore[misc]
         torch.set_num_threads(cores)
         rate = rates(buffers * size / 1e9, call_seconds(lambda run=run: run(*large), setting))  # type: ignore[misc]
-        bound = Bound(cores * max(of_core), f"{cores} cores x {max(of_core):.0f} GB/s, the same in a core's cache")
+        formula = f"{cores} cores x {max(of_core):.0f} GB/s, the same in a core's cache, measured"
+        bound = Bound(cores * max(of_core), formula, certain=False)
         yield Value(f"memory_{name}", title, "GB/s", rate, bound=bound)
         yield Value(f"cache_{name}", f"{title.replace('Memory', 'Cache')}, one core", "GB/s", of_core, "")
 

@@ -41,7 +41,6 @@ def copies(setting: Setting) -> Outcomes:
     seconds = gpu_seconds(lambda: back.copy_(host, non_blocking=True), setting)
     yield Value("copy_to_gpu", "Copy from pinned memory to the GPU", "GB/s", rates(size / 1e9, seconds), bound=bound)
     wrong = different_elements(on_gpu.view(torch.int32), back.view(torch.int32))
-    yield Value("copy_errors", "Data after both copies", "wrong", [wrong], better="zero")
 
     out_stream, in_stream = (torch.cuda.Stream(DEVICE) for _ in range(2))  # type: ignore[no-untyped-call]
     calls = max(1, round(setting.seconds / setting.windows / max(seconds[0], 1e-6)))
@@ -58,6 +57,9 @@ def copies(setting: Setting) -> Outcomes:
         windows.append(2 * size * calls / (time.perf_counter() - began) / 1e9)
     both = bound and Bound(2 * bound.value, f"both directions of {bound.formula}")
     yield Value("copy_both_ways", "Copies in both directions at once", "GB/s", windows, bound=both)
+    for copied in (back, host_back.to(DEVICE)):
+        wrong += different_elements(on_gpu.view(torch.int32), copied.view(torch.int32))
+    yield Value("copy_errors", "Data after all copies", "wrong", [wrong], better="zero")
 
 
 def _link() -> Bound | None:
