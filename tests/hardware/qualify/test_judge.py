@@ -334,3 +334,18 @@ def test_sentences_about_one_value_or_none_say_what_was_judged() -> None:
     clock |= {"verdict": "NOT RUN", "windows": []}
     health, _, steady = answer(document)
     assert (health.partition(":")[0], steady) == ("Nothing was judged", "No speed was measured.")
+
+
+def test_the_rate_of_all_cores_is_set_next_to_a_higher_one_of_one_core() -> None:
+    one, together = (
+        {"name": f"gemm_bf16_1024_{cores}", "title": cores, "better": "higher", "unit": "GFLOP/s", "windows": []}
+        | {"median": median, "verdict": "PASS", "reason": ""}
+        for cores, median in (("one_core", 985.0), ("all_cores", 414.0))
+    )
+    document = {"tests": [{"title": "Products", "fault": None, "values": [one, together]}]}
+    assert answer(document)[1] == (
+        "The machine multiplies matrices in bf16 at 414 GFLOP/s on all cores, less than one core alone "
+        "(985; other work took cores, or the clock fell)."
+    )
+    one["median"] = 207.0
+    assert answer(document)[1] == "The machine multiplies matrices in bf16 at 414 GFLOP/s."

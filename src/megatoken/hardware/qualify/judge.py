@@ -230,7 +230,12 @@ def _headlines(values: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if found := next((values[name] for name in names if values.get(name, {}).get("median")), None):
             verb = "multiplies matrices " if words.startswith("in ") and not begun else ""
             begun = True
-            yield f"{verb}{words} {number(found['median'])} {found['unit']}"
+            one_core = values.get(found["name"].replace("_all_cores", "_one_core"), {}).get("median") or 0.0
+            slower = ""
+            if one_core > found["median"]:
+                cause = "other work took cores, or the clock fell"
+                slower = f" on all cores, less than one core alone ({number(one_core)}; {cause})"
+            yield f"{verb}{words} {number(found['median'])} {found['unit']}{slower}"
 
 
 def _trust(values: Sequence[Mapping[str, Any]]) -> str:
