@@ -47,9 +47,14 @@ def test_a_name_without_json_is_a_folder_as_for_other_commands(tmp_path: Path) -
         (("--tests", "gem"), "did you mean gemm"),
         (("--baseline", "none.json"), "cannot be read"),
         (("--bseline", "x"), "did you mean --baseline"),
+        (("--gpus", "each"), "no GPU can be used here; leave out --gpus"),
+        (("--of", "a.json", "--compare", "azure", "--tests", "gemm", "--full"), "leave out --full, --tests"),
     ],
 )
-def test_wrong_flags_are_refused_before_a_test_runs(flags: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_wrong_flags_are_refused_before_a_test_runs(
+    flags: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, out, err = call_here("qualify", *flags, "--out", tmp_path / "qualify.json")
     assert (code, out) == (2, "")
     assert words in err

@@ -54,9 +54,16 @@ def qualify(
 
     if of is not None and compare is None:
         raise UsageError("--of: needs --compare; give azure, or a CSV table")
+    given = {"--quick": quick, "--full": full, "--tests": tests, "--baseline": baseline, "--rack": rack}
+    if of is not None and (
+        without := [name for name, value in given.items() if value] + ["--gpus"] * (gpus != "first")
+    ):
+        raise UsageError(f"--of: compares a stored qualification and tests nothing; leave out {', '.join(without)}")
     if gpus not in ("first", "each", "together"):
         raise UsageError(f"--gpus {gpus}: expected first, each or together")
-    if gpus != "first" and device_here() == "gpu" and not gpus_here():
+    if gpus != "first" and device_here() == "cpu":
+        raise UsageError(f"--gpus {gpus}: no GPU can be used here; leave out --gpus to test the processor")
+    if gpus != "first" and not gpus_here():
         raise UsageError(
             "--gpus: nvidia-ml-py does not list the GPUs; install it, or name them in CUDA_VISIBLE_DEVICES"
         )
@@ -89,7 +96,7 @@ def qualify(
                 if rack is not None:
                     more: dict[str, Any] = {"note": lambda text: print(text, file=sys.stderr), "progress": progress}
                     documents = qualify_rack(rack, tests.split(",") if tests is not None else (), full=full, **more)
-                elif gpus == "first" or device == "cpu":
+                elif gpus == "first":
                     documents = run(chosen, setting, device, **common)
                 else:
                     documents = qualify_gpus(
