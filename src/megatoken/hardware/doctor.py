@@ -228,6 +228,7 @@ def _open_files() -> Finding:
 
 def _disk(folder: Path) -> Finding:
     code = "disk_space"
+    folder = next((one for one in (folder, *folder.absolute().parents) if one.exists()), folder)  # it may be made later
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
