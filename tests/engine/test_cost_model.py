@@ -17,9 +17,11 @@ from megatoken.engine.config import SHAPES
 from megatoken.engine.cost_model import (
     CHUNK_SHARE,
     ELEMENTWISE_SHARE,
+    FUSED_TOKENS,
     GATHER_LINK_SHARE,
     GATHER_SECONDS,
     HIGHEST_CLOCK_MHZ,
+    MANY_PROGRAMS,
     SUM_SECONDS,
     SUM_SECONDS_OF_RANK,
     CostModel,
@@ -179,6 +181,15 @@ def test_short_steps_replayed_as_graphs(name: str, model: Any) -> None:
         rows, tokens = step["rows"], run["prompt_tokens"] + run["answer_tokens"] / 2
         predicted = costs.step_of(rows, rows * tokens, [], rows).seconds * 1e3
         assert predicted == pytest.approx(np.mean(step["graph_milliseconds"]), rel=0.15 if rows < 64 else 0.06)
+
+
+def test_sizes_from_which_the_engine_takes_other_kernels_are_the_engine_s() -> None:
+    """The cost model needs neither Triton nor CUDA, so it cannot import them."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from megatoken.engine.ops import gated_product, paged_attention
+
+    assert MANY_PROGRAMS == paged_attention.MANY
+    assert FUSED_TOKENS == gated_product.FEWEST_TOKENS
 
 
 def test_the_parts_are_the_whole() -> None:
