@@ -32,6 +32,14 @@ from megatoken.hardware.qualify import (
 CPU = torch.device("cpu")
 
 
+def quick_product(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor, *, out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:  # fmt: skip
+    """``torch._scaled_mm``, which some processors with fp8 instructions compute at some MFLOP/s."""
+    return ((x.float() @ weight.float()) * x_scale * weight_scale).to(out_dtype)
+
+
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: list[ModuleType] = [gpu_products, gpu_timing, gpu_memory, gpu_kernels, gpu_power]
@@ -43,6 +51,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("set_device", "empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch, "_scaled_mm", quick_product)
     small = replace(SHAPES["tiny"], hidden_size=64, intermediate_size=96, heads=2)
     for module in (gpu_products, gpu_power):
         monkeypatch.setattr(module, "SHAPES", {"llama2-70b": small, "llama3.1-8b": small})
