@@ -194,7 +194,7 @@ def test_layers_with_a_window_read_no_more_than_it() -> None:
     windowed, full = (
         CostModel(one, find_scheme("fp8"), find_gpu("H200")) for one in (shape, replace(shape, windows=()))
     )
-    key_bytes = 2 * 8 * 64 / windowed._decode_rate
+    key_bytes = 2 * 8 * 64 / windowed._few_decodes[0]
     saved = full.step_of(10, 10_000, [], 10).decode_attention - windowed.step_of(10, 10_000, [], 10).decode_attention
     assert saved == pytest.approx(12 * (10_000 - 10 * 128) * key_bytes)
     short = [costs.step_of(10, 600, [(0, 128)], 11) for costs in (windowed, full)]
