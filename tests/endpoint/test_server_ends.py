@@ -292,17 +292,22 @@ def test_a_server_that_cannot_be_started_is_named(tmp_path: Path, command: str, 
     assert list(tmp_path.iterdir()) == []
 
 
+def said_after(number: signal.Signals, sign: Path, process: subprocess.Popen[str]) -> str:
+    """What a process writes to standard error until it ends, after a signal as soon as ``sign`` exists."""
+    while not sign.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    return process.communicate(timeout=TIMEOUT_SECONDS)[1]
+
+
 def test_ctrl_c_before_the_measurement_leaves_no_log_of_the_server(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     with started(
         *("run", "--endpoint", f"http://127.0.0.1:{free_port()}/v1", "--out", tmp_path / "runs"),
         *("--start-server", f"sh -c {shlex.quote(f'echo loading; touch {begun}; sleep 1000')}"),
     ) as process:
-        while not begun.exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        err = said_after(signal.SIGTERM, begun, process)
     assert err.endswith("megatoken: interrupted before the measurement began; nothing was written\n")
     assert list(tmp_path.iterdir()) == [begun]
 
@@ -316,11 +321,7 @@ def test_ctrl_c_while_the_server_of_a_written_run_stops_says_where_the_run_is(tm
         *("--start-server", shlex.join([sys.executable, str(script), str(port)]), "--endpoint.processes", 1),
         *("--prompts", write_lines(tmp_path / "prompts.jsonl", {"prompt": "ready?", "max_tokens": 8}), "--out", out),
     ) as process:
-        while not asked_to_stop.exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        err = said_after(signal.SIGINT, asked_to_stop, process)
     [log, folder] = sorted(out.iterdir(), key=Path.is_dir)
     assert process.returncode == 130
     assert err.endswith(
