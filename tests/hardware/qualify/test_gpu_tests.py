@@ -147,8 +147,25 @@ def test_exact_products_in_fp8_and_bf16_are_exact(tiny: Setting, monkeypatch: py
     monkeypatch.setattr(exact.torch, "device", lambda *name: real("cpu"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**16, 2**20))
     found = values(exact.on_gpu, tiny)
-    assert list(found) == ["exact_bf16", "repeat_bf16", "exact_fp8", "repeat_fp8", "memory_pattern"]
-    assert [one.windows for one in found.values() if isinstance(one, Value)] == [[0]] * 5
+    right = {name: one.windows for name, one in found.items() if isinstance(one, Value) and one.better == "zero"}
+    assert list(right) == ["exact_bf16", "repeat_bf16", "exact_fp8", "repeat_fp8", "memory_pattern"]
+    assert list(right.values()) == [[0]] * 5
+    digests = [one.windows for one in found.values() if isinstance(one, Value) and one.better == "same"]
+    assert len(digests) == 2 and digests[0] != digests[1]
+    assert digests == [one.windows for one in values(exact.on_gpu, tiny).values() if one.name.startswith("digest")]
+
+
+def test_a_digest_shows_each_bit_and_each_place() -> None:
+    values = torch.randn(8, 16).bfloat16()
+    right = exact.digest(values)
+    assert 0 <= right < 2**32 and exact.digest(values.clone()) == right
+    flipped, exchanged = values.clone(), values.clone()
+    for bit in range(16):
+        flipped.view(torch.int16)[3, 5] ^= -(2**15) if bit == 15 else 1 << bit
+        assert exact.digest(flipped) != right
+        flipped.copy_(values)
+    exchanged[0, 0], exchanged[7, 15] = values[7, 15], values[0, 0]
+    assert exact.digest(exchanged) != right
 
 
 @pytest.mark.parametrize(("size", "text"), [(2**28, "0.25"), (126 * 2**30, "126")])

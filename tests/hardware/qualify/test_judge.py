@@ -82,6 +82,18 @@ def test_no_number_fails(windows: tuple[float, ...]) -> None:
     assert judge(rate(*windows), BAND, None, noisy=False).verdict == Verdict.FAIL
 
 
+def test_errors_that_were_corrected_are_a_warning() -> None:
+    one, none = rate(0.0, 3, better="rare"), rate(0.0, better="rare")
+    found = judge(one, None, None, noisy=False)
+    assert (found.verdict, found.reason) == ("MARGINAL", "3 GB/s, all corrected: see whether they grow")
+    assert judge(none, None, None, noisy=False).verdict == "PASS"
+    assert not is_noisy(one, 0.5)
+
+
+def test_a_digest_is_judged_among_like_parts_only() -> None:
+    assert judge(rate(4e9, better="same"), None, None, noisy=False).verdict == "NO REFERENCE"
+
+
 def test_what_did_not_run_never_passes() -> None:
     judged = judge(NotRun("rate", "Rate", "no device", "plug one in"), BAND, None, noisy=False)
     assert judged.verdict == Verdict.NOT_RUN

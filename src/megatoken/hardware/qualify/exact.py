@@ -70,6 +70,19 @@ def repeated_products(product: Callable[[], Tensor], name: str, setting: Setting
     return Value(f"repeat_{name}", title, "wrong", [different], better="zero")
 
 
+def digest(values: Tensor) -> int:
+    """All bits of a tensor (two bytes an element) as one number below 2**32, to which each place adds differently."""
+    words = values.contiguous().view(torch.int16).flatten().long()
+    words.mul_(torch.arange(1, 2 * len(words), 2, device=words.device))
+    total = int(words.sum())  # wraps around, whatever the order
+    return (total ^ total >> 32) & 0xFFFFFFFF
+
+
+def digest_of(product: Tensor, name: str) -> Value:
+    """Of a product whose numbers are the same on every GPU: like GPUs with the same software have the same bits."""
+    return Value(f"digest_{name}", f"{name} product, all bits", "digest", [digest(product)], better="same")
+
+
 def pattern(first: int, count: int, seed: int, device: torch.device) -> Tensor:
     """``count`` 32-bit words that depend on their index alone: a mixed counter, so neighbours are unlike."""
     words = torch.arange(first, first + count, dtype=torch.int64, device=device)
@@ -145,11 +158,13 @@ def on_gpu(setting: Setting) -> Outcomes:
     yield exact_products(in_bf16, "bf16", side, device, setting)
     bf16_left, bf16_right = left.bfloat16(), right.bfloat16()
     yield repeated_products(lambda: torch.mm(bf16_left, bf16_right), "bf16", setting)
+    yield digest_of(torch.mm(bf16_left, bf16_right), "bf16")
     if obstacle := gpu_obstacle(find_scheme("fp8")):
         yield NotRun("exact_fp8", "fp8 products of whole numbers", obstacle, "take a GPU that has fp8")
     else:
         yield exact_products(in_fp8, "fp8", side, device, setting)
         yield repeated_products(lambda: in_fp8(left, right), "fp8", setting)
+        yield digest_of(in_fp8(left, right), "fp8")
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     yield memory_pattern(min(setting.pattern_bytes, int(FREE_SHARE * free)), device)

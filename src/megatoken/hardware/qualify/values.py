@@ -16,6 +16,8 @@ NORMAL_MAD = 1.4826
 """The median distance from the median times this is the standard deviation of normally distributed values."""
 SPEEDS = ("higher", "lower")
 """What is better of a value that has a verdict on its speed."""
+COUNTS = ("zero", "rare")
+"""The same of counts of errors, which are never noisy."""
 NOISY_SPREAD, NOISY_DRIFT = 0.05, 0.025
 
 
@@ -40,8 +42,9 @@ class Value:
     title: str  # for people
     unit: str  # of ``windows`` and ``bound``
     windows: Sequence[float]  # one value per window of time, in order
-    # which direction is good; ``zero``: any other value is a fault; empty: recorded only
-    better: Literal["higher", "lower", "zero", ""] = "higher"
+    # which direction is good; ``zero``: any other value is a fault; ``rare``: any other value is a warning;
+    # ``same``: like parts must agree; empty: recorded only
+    better: Literal["higher", "lower", "zero", "rare", "same", ""] = "higher"
     bound: Bound | None = None  # None: none is known
     note: str = ""  # what a reader must know about it
     precision: Precision | None = None  # of the engine that took the steps; None: no steps

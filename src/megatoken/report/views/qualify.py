@@ -20,7 +20,7 @@ from megatoken.hardware.qualify.shapes import (
     SMALL_LOAD,
     products_of,
 )
-from megatoken.hardware.qualify.values import SPEEDS
+from megatoken.hardware.qualify.values import COUNTS, SPEEDS
 from megatoken.report.bars import Bar, bar_chart
 from megatoken.report.blocks import Badge, Facts, Figure, Points, Table, Terms, Verdict, View, section
 from megatoken.report.documents import Document
@@ -71,7 +71,7 @@ def qualify_view(document: Document) -> View:
 def _judged(tests: list[Document]) -> str:
     """How much the verdict rests on."""
     values = [value for test in tests for value in test.parts("values")]
-    counts = sum(value.text("better") == "zero" for value in values)
+    counts = sum(value.text("better") in COUNTS for value in values)
     speeds = [value for value in values if value.text("better") in SPEEDS]
     judged = sum(value.text("verdict") != "NO REFERENCE" for value in speeds)
     recorded = sum("median" in value for value in values) - counts - len(speeds)
@@ -182,11 +182,13 @@ def _baseline(value: Document) -> str:
 
 def _median(value: Document) -> str:
     median = value.number("median")
-    return "" if median is None else f"{number(median)} {value.text('unit')}"
+    if median is None:
+        return ""
+    return f"{number(median)} {value.text('unit')}" if value.text("better") != "same" else f"{int(median):08x}"
 
 
 def _spread(value: Document) -> str:
-    text = "" if value.text("better") == "zero" else _percent(value.number("spread"), ".1f")
+    text = "" if value.text("better") in (*COUNTS, "same") else _percent(value.number("spread"), ".1f")
     return text + (" !" if value.flag("noisy") else "  ")
 
 
