@@ -27,8 +27,13 @@ Result = TypeVar("Result")
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores this process may use."""
+    return len(usable_core_numbers())
+
+
+def usable_core_numbers() -> set[int]:
+    """Those cores, as the kernel numbers them."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def in_order(

@@ -1,11 +1,11 @@
-"""NUMA nodes as the kernel lists them."""
+"""NUMA nodes and caches as the kernel lists them."""
 
 import os
 
 import pytest
 
 from megatoken.hardware import topology
-from megatoken.hardware.topology import numa_nodes
+from megatoken.hardware.topology import Cache, data_caches, numa_nodes
 
 
 @pytest.fixture
@@ -40,3 +40,15 @@ def test_nodes_of_this_machine_hold_each_usable_core_at_most_once():
     cores = [core for node in numa_nodes().values() for core in node]
     assert len(set(cores)) == len(cores)
     assert set(cores) <= os.sched_getaffinity(0)
+
+
+def test_caches_of_data_without_those_of_unknown_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(topology, "CORES", tmp_path)
+    listed = {"index0": "1 Data 2 32K", "index1": "1 Instruction 2 32K", "index2": "3 Unified 0-3 8192K", "index3": "2"}
+    for name, facts in listed.items():
+        folder = tmp_path / "cpu2" / "cache" / name
+        folder.mkdir(parents=True)
+        for fact, text in zip(("level", "type", "shared_cpu_list", "size"), facts.split(), strict=False):
+            (folder / fact).write_text(f"{text}\n")
+    assert data_caches(2) == [Cache(1, "2", 32 * 2**10), Cache(3, "0-3", 8 * 2**20)]
+    assert data_caches(0) == []

@@ -15,6 +15,8 @@ from pathlib import Path
 from megatoken.engine.config import Precision
 from megatoken.hardware.inventory import cpu, multiplies_bf16
 from megatoken.hardware.qualify.values import Bound, NotRun, Setting, Value
+from megatoken.hardware.topology import data_caches
+from megatoken.processes import usable_core_numbers
 from megatoken.text import count_of
 
 # A chain of instructions each of which needs the result of the one before: its length in cycles is known.
@@ -94,13 +96,12 @@ def cores_within_quota() -> int:
 
 
 def last_level_cache_bytes() -> int:
-    """Of the largest cache that a core reaches; 32 MiB where the kernel does not say."""
-    sizes = [
-        int(text[:-1]) * 2**10
-        for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-        if (text := file.read_text().strip()).endswith("K")
-    ]
-    return max(sizes, default=32 * 2**20)
+    """Of all last-level caches that usable cores reach, together: a processor of several dies or sockets has several.
+
+    32 MiB where the kernel does not say.
+    """
+    last = {caches[-1] for core in usable_core_numbers() if (caches := data_caches(core))}
+    return sum(cache.size_bytes for cache in last) or 32 * 2**20
 
 
 def _seconds(chain: Callable[[int], None], count: int) -> float:
