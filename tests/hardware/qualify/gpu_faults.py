@@ -29,7 +29,7 @@ def slow_products(setting: Setting) -> Outcomes:
 
 
 def products(setting: Setting) -> Outcomes:
-    """The same without a fault."""
+    """Products without a fault."""
     yield from gpu_products.gemm(setting)
 
 
@@ -37,16 +37,6 @@ def throttled(setting: Setting) -> Outcomes:
     """A real load on a GPU that says it is too hot."""
     gpu_power.device_uuid = lambda: UUID
     sys.modules["pynvml"] = StandInNvml(CurrentClocksEventReasons=THERMAL_SLOW_DOWN)  # type: ignore[assignment]
-    yield from gpu_power.power(setting)
-
-
-def failing_memory(setting: Setting) -> Outcomes:
-    """A real load, during which memory has errors and the driver reports a critical one."""
-    counted = iter([3, 0, 3 + 2, 1])  # corrected and not, before and after
-    library = StandInNvml(TotalEccErrors=lambda gpu, kind, counter: next(counted))
-    library.xids = [48]
-    gpu_power.device_uuid = lambda: UUID
-    sys.modules["pynvml"] = library  # type: ignore[assignment]
     yield from gpu_power.power(setting)
 
 

@@ -60,7 +60,6 @@ def failed(document: dict[str, Any]) -> set[str]:
     ("name", "values", "words"),
     [
         ("throttled", {"slow_down"}, "Slow-down by heat or hardware"),
-        ("failing_memory", {"errors_under_load"}, "Errors of memory and links"),
         ("missing_lanes", {"rows_pending", "lanes_missing"}, "PCIe lanes that are not in use"),
         ("missing_links", {"links_missing"}, "NVLinks that the other GPUs have"),
         ("flipped_product", {"exact_fp8"}, "fp8 products of whole numbers"),
@@ -74,6 +73,24 @@ def test_wrong_results_and_errors_are_found_and_named(name: str, values: set[str
     assert document["verdict"] == "FAIL", document["answer"]
     assert values <= failed(document), document["tests"]
     assert words in document["answer"][0]
+
+
+def test_errors_under_load_are_found_and_named(brief: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real load, during which memory has errors and the driver reports a critical one."""
+    counted = iter([0, 0, 0, 0, 3, 0, 3 + 2, 1])  # two GPUs in the inventory; corrected and not, before and after
+    library = StandInNvml(TotalEccErrors=lambda gpu, kind, counter: next(counted))
+    library.xids = [48]
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    document = run("products", setting=brief)
+    assert {"errors_counted"} == failed(document), document["tests"]
+    assert "Errors during the tests" in document["answer"][0]
+    (of_test,) = (test for test in document["tests"] if test["name"] == "errors")
+    serious, corrected = (value["note"] for value in of_test["values"])
+    assert serious == "; ".join(
+        f"1 {what} during Test products"
+        for what in ("memory errors that could not be corrected", "critical errors (XID) 48")
+    )
+    assert corrected == "2 corrected memory errors during Test products"
 
 
 def test_a_slow_clock_is_found(brief: Setting) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,7 +91,7 @@ def test_zeros_are_zeros_and_the_ratio_is_of_both_rates(tiny: Setting) -> None:
 def test_products_in_other_formats_are_rated_and_int8_is_exact(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_products, "gpu_seconds", lambda run, setting: [run() is None or 1e-3])
     found = values(gpu_products.formats, tiny)
-    assert list(found) == ["gemm_fp32_64", "gemm_tf32_64", "gemm_int8_64", "exact_int8"]
+    assert list(found) == ["gemm_fp32_64", "gemm_tf32_64", "gemm_fp8_row_64", "gemm_int8_64", "exact_int8"]
     tf32, wrong = found["gemm_tf32_64"], found["exact_int8"]
     assert isinstance(tf32, Value) and tf32.bound and tf32.bound.value == 494.5
     assert isinstance(wrong, Value) and wrong.windows == [0]
@@ -184,35 +184,17 @@ def test_a_power_cap_is_no_slow_down_but_heat_is(
 ) -> None:
     library = StandInNvml(CurrentClocksEventReasons=reasons)
     found = _power(library, tiny, monkeypatch)
-    slow, errors, rate = found["slow_down"], found["errors_under_load"], found["sustained_tflops"]
+    slow, rate = found["slow_down"], found["sustained_tflops"]
     assert isinstance(rate, Value) and rate.bound and rate.bound.value == 1979.0
-    assert isinstance(slow, Value) and isinstance(errors, Value)
+    assert isinstance(slow, Value)
     assert (slow.note, slow.windows) == (words, [len(list(filter(None, words.split(", "))))])
-    assert errors.windows == [0]
 
 
-def test_pulses_are_rated_one_by_one_and_errors_between_them_are_found(
-    tiny: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = StandInNvml()
-    library.xids = [31]
-    monkeypatch.setitem(sys.modules, "pynvml", library)
+def test_pulses_are_rated_one_by_one(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_power, "repeat_for", lambda seconds, run: (run() is None and 2, 0.5))
-    monkeypatch.setattr(gpu_power, "device_uuid", lambda: "GPU-0")
-    found = values(gpu_power.pulse, tiny)
-    rate, errors = found["pulse_tflops"], found["errors_under_load"]
+    rate = values(gpu_power.pulse, tiny)["pulse_tflops"]
     assert isinstance(rate, Value) and len(rate.windows) == gpu_power.PULSES
     assert rate.bound and rate.bound.value == 1979.0
-    assert isinstance(errors, Value) and (errors.windows, errors.note) == ([1], "1 xid errors, 31")
-
-
-def test_errors_under_load_are_counted_and_named(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = iter([3, 0, 3 + 2, 1])  # corrected and not, before and after
-    library = StandInNvml(TotalEccErrors=lambda gpu, kind, counter: next(counted))
-    library.xids = [48]
-    errors = _power(library, tiny, monkeypatch)["errors_under_load"]
-    assert isinstance(errors, Value) and errors.windows == [4]
-    assert errors.note == "2 ecc corrected errors, 1 ecc uncorrected errors, 1 xid errors, 48"
 
 
 def test_a_device_without_its_memory_and_lanes_is_found(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +203,23 @@ def test_a_device_without_its_memory_and_lanes_is_found(tiny: Setting, monkeypat
     monkeypatch.setattr(gpu_timing, "device_uuid", lambda: "GPU-0")
     found = values(facts.on_gpu, tiny)
     wrong = {name: one.windows[0] for name, one in found.items() if isinstance(one, Value) and one.windows[0]}
-    assert wrong == {"rows_pending": 1, "lanes_missing": 8, "specification": 1}
+    assert wrong == {"rows_pending": 1, "lanes_missing": 8, "rows_remapped": 2}
+    recorded = [name for name, one in found.items() if isinstance(one, Value) and not one.better]
+    assert recorded == ["ecc_corrected", "rows_remapped", "pcie_replays"]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("PCI:0000:19:00", [1]), ("PCI:0000:3b:00", [0])])
+def test_critical_errors_in_the_log_count_if_they_are_of_this_gpu_and_of_hardware(
+    device: str, expected: list[int], tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = StandInNvml(PciInfo=SimpleNamespace(busId="00000000:19:00.0"))
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(gpu_timing, "device_uuid", lambda: "GPU-0")
+    log = [{"seconds": 1.0, "device": device, "xid": xid} for xid in (79, 31)]
+    monkeypatch.setattr(facts, "logged_xids", lambda: log)
+    logged = values(facts.on_gpu, tiny)["xids_logged"]
+    assert isinstance(logged, Value) and logged.windows == expected
+    assert logged.note == ("XID 79" if expected == [1] else "")
 
 
 def _briefly(seconds: float, run: Callable[[], object]) -> tuple[int, float]:

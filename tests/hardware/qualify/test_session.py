@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,35 @@ from megatoken.hardware.qualify.values import Setting, Value
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view
+from stand_in_nvml import StandInNvml
 
 FAST = {"cpu": ["memory", "gemm", "layers", "exact", "latency", "kernels", "disk"]}
+
+
+def test_errors_that_a_gpu_counts_are_named_with_the_test_during_which(
+    tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corrected = chain([0, 3, 3 + 2], repeat(3 + 2))  # by the inventory, at the start, after the first test, later
+
+    def count(gpu: int, uncorrected: int, counter: int) -> int:
+        return 0 if uncorrected or gpu else next(corrected)
+
+    library = StandInNvml(TotalEccErrors=count)
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    first, second = qualify([fault("steady"), fault("one_layer")], tiny, "gpu")
+    errors = {value["name"]: value for value in first["tests"][-1]["values"]}
+    assert errors["errors_counted"]["verdict"] == "PASS"
+    assert (errors["errors_corrected"]["verdict"], errors["errors_corrected"]["note"]) == (
+        "MARGINAL",
+        "2 corrected memory errors during Test steady",
+    )
+    assert first["tests"][-1]["verdict"] == "MARGINAL"
+    library.xids = [48]
+    *_, document = qualify([fault("steady")], tiny, "gpu")
+    (failed,) = (value for value in document["tests"][-1]["values"] if value["verdict"] == "FAIL")
+    assert failed["note"] == "1 critical errors (XID) 48 during Test steady"
+    assert "Errors during the tests" in document["answer"][0] and second["complete"]
 
 
 def fault(name: str, limit_seconds: float = 60.0) -> HardwareTest:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from megatoken.errors import UsageError
 from megatoken.hardware.qualify.values import Setting
+from megatoken.hardware.topology import numa_nodes
 from megatoken.text import nearest
 
 Device = Literal["cpu", "gpu"]
@@ -29,7 +30,8 @@ class HardwareTest:
     limit_seconds: float = 60.0  # after which the process is ended, in the quick set
     quick: bool = True  # whether the quick set has it
     twice: bool = False  # whether it runs again after the others, so that a drift in between shows
-    whole: bool = False  # whether it is of all GPUs together
+    whole: bool = False  # whether it is of all GPUs together, and so only of machines with several
+    nodes: bool = False  # whether only machines with several NUMA nodes have it
 
 
 TESTS: dict[Device, tuple[HardwareTest, ...]] = {
@@ -62,6 +64,7 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_gpu", quick=False),
         HardwareTest("pulse", "Load and pauses in turn", f"{HERE}.gpu_power:pulse", quick=False),
         HardwareTest("formats", "Products in other formats", f"{HERE}.gpu_products:formats", quick=False),
+        HardwareTest("nodes", "Copies by NUMA node", f"{HERE}.gpu_copies:copies_by_node", quick=False, nodes=True),
         HardwareTest("pairs", "Copies between GPUs", f"{HERE}.gpu_copies:pairs", quick=False, whole=True),
         HardwareTest("collectives", "Collectives", f"{HERE}.collectives:on_gpus", 120.0, quick=False, whole=True),
     ),
@@ -115,7 +118,7 @@ FULL_LIMIT_FACTOR = 6
 
 
 def choose(tests: Sequence[HardwareTest], names: Sequence[str], *, full: bool) -> list[HardwareTest]:
-    """The tests of a set, or those named and the facts. Raises UsageError: no such test."""
+    """The tests of a set that this machine has parts for, or those named and the facts. Raises UsageError: no such."""
     known = [test.name for test in tests]
     for name in names:
         if name not in known:
@@ -124,7 +127,17 @@ def choose(tests: Sequence[HardwareTest], names: Sequence[str], *, full: bool) -
             raise UsageError(f"--tests {name}: unknown test; {hint}known are {', '.join(known)}")
     if names:
         return [test for test in tests if test.name in (FACTS, *names)]
-    return [test for test in tests if full or test.quick]
+    chosen = [test for test in tests if full or test.quick]
+    if _gpu_count() < 2:
+        chosen = [test for test in chosen if not test.whole]
+    return [test for test in chosen if not test.nodes or len(numa_nodes()) > 1]
+
+
+def _gpu_count() -> int:
+    """GPUs that this process may see."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return len(list(DEVICES.glob("nvidia[0-9]*")))
 
 
 def device_here() -> Device:

@@ -29,7 +29,7 @@ TITLES = {
     "all_to_all": "All-to-all",
 }
 CPU_SIZES = (2**14, 2**20)
-GPU_SIZES = (2**14, 2**20, 2**27, 2**30)
+GPU_SIZES = (2**14, 2**20, 2**27, 2**30, 2**32)
 MOST_CPU_RANKS = 4
 LIMIT_SECONDS, PERIOD_SECONDS = 100.0, 0.05
 """The most that all ranks may take, and how often they are looked at."""

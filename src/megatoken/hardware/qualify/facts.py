@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from megatoken.hardware.host_sensors import logged_xids
 from megatoken.hardware.nvml import nvml_gpu
 from megatoken.hardware.qualify.processor import clock
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import contradictions
+
+HARDWARE_XIDS = {48, 56, 57, 58, 62, 63, 64, 65, 68, 69, 73, 74, 79, 80, 81, 92, 119, 120}
+"""Critical errors that point to hardware, as Azure's health checks list them; others are also made by programs."""
 
 
 def on_cpu(setting: Setting) -> Outcomes:
@@ -23,7 +27,7 @@ def on_gpu(setting: Setting) -> Outcomes:
     gpu = nvml_gpu(device_uuid())
     facts, rows = gpu.facts(), gpu.ask("nvmlDeviceGetRemappedRows")
     counters, lanes, most = facts["counters"], facts["pcie_lanes"], facts["max_pcie_lanes"]
-    titles: dict[str, tuple[str, str, float | None]] = {
+    faults: dict[str, tuple[str, str, float | None]] = {
         "ecc_uncorrected": (
             "Memory errors that could not be corrected",
             "errors",
@@ -33,12 +37,29 @@ def on_gpu(setting: Setting) -> Outcomes:
         "rows_failed": ("Rows of memory that could not be replaced", "rows", rows and rows[3]),
         "lanes_missing": ("PCIe lanes that are not in use", "lanes", None if None in (lanes, most) else most - lanes),
     }
-    for name, (title, unit, count) in titles.items():
+    for name, (title, unit, count) in faults.items():
         if count is None:
             yield NotRun(name, title, "NVML does not report it", "take a GPU and driver that report it")
         else:
             yield Value(name, title, unit, [float(count)], "zero")
-    against = list(contradictions(facts))
+    for name, title, unit, count in (
+        ("ecc_corrected", "Memory errors that were corrected", "errors", counters["ecc_corrected_errors"]),
+        ("rows_remapped", "Rows of memory that were replaced", "rows", counters["rows_remapped"]),
+        ("pcie_replays", "Repeated PCIe packets", "packets", counters["pcie_replays"]),
+    ):
+        if count is not None:
+            yield Value(name, f"{title}, since the driver started", unit, [float(count)], "")
+    place, logged = gpu.ask("nvmlDeviceGetPciInfo"), logged_xids()
+    if place is not None and logged is not None:
+        bus = str(place.busId).lower()
+        found = [
+            one["xid"]
+            for one in logged
+            if str(one["device"]).removeprefix("PCI:").lower() in bus and one["xid"] in HARDWARE_XIDS
+        ]
+        title, note = "Critical errors of hardware in the kernel's log", ", ".join(f"XID {xid}" for xid in found)
+        yield Value("xids_logged", title, "errors", [float(len(found))], "zero", note=note)
+    against = list(contradictions(facts | {"pcie_lanes": None}))  # the lanes are a value of their own
     yield Value(
         "specification", "Contradictions with the data sheet", "facts", [len(against)], "zero", note="; ".join(against)
     )

@@ -5,6 +5,8 @@ Each is measured one way and both ways at once. Of the pairs of GPUs the slow on
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 from itertools import combinations
 
@@ -19,8 +21,12 @@ from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_secon
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import part_name
+from megatoken.hardware.topology import numa_nodes
+from megatoken.text import count_of
 
 MOST_BYTES = 2**29
+BOTH_WAYS_FACTOR = 4
+"""The two directions share the link differently for tenths of a second: windows so many times as long average that."""
 TRANSFERS_PER_LANE = {3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 """Gigatransfers/s of a PCIe lane by generation."""
 ENCODING = 128 / 130
@@ -43,7 +49,7 @@ def copies(setting: Setting) -> Outcomes:
     wrong = different_elements(on_gpu.view(torch.int32), back.view(torch.int32))
 
     out_stream, in_stream = (torch.cuda.Stream(DEVICE) for _ in range(2))  # type: ignore[no-untyped-call]
-    calls = max(1, round(setting.seconds / setting.windows / max(seconds[0], 1e-6)))
+    calls = max(1, round(BOTH_WAYS_FACTOR * setting.seconds / setting.windows / max(seconds[0], 1e-6)))
     windows = []
     for _ in range(setting.windows):
         torch.cuda.synchronize()
@@ -77,8 +83,30 @@ def _link() -> Bound | None:
 
 
 @torch.inference_mode()
+def copies_by_node(setting: Setting) -> Outcomes:
+    """Copies of memory that lies on each of the host's NUMA nodes, by a thread that runs there."""
+    torch.cuda.set_device(DEVICE)
+    size = min(MOST_BYTES, setting.buffer_bytes)
+    on_gpu, bound = torch.randint(256, (size,), dtype=torch.uint8, device=DEVICE), _link()
+    anywhere = os.sched_getaffinity(0)
+    for node, cores in numa_nodes().items():
+        os.sched_setaffinity(0, cores)
+        try:
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)  # the driver takes pages of this node
+        finally:
+            os.sched_setaffinity(0, anywhere)
+        seconds = gpu_seconds(lambda host=host: host.copy_(on_gpu, non_blocking=True), setting)  # type: ignore[misc]
+        title = f"Copy from the GPU to pinned memory of node {node}"
+        yield Value(f"copy_from_gpu_node{node}", title, "GB/s", rates(size / 1e9, seconds), bound=bound)
+        seconds = gpu_seconds(lambda host=host: on_gpu.copy_(host, non_blocking=True), setting)  # type: ignore[misc]
+        title = f"Copy from pinned memory of node {node} to the GPU"
+        yield Value(f"copy_to_gpu_node{node}", title, "GB/s", rates(size / 1e9, seconds), bound=bound)
+        del host
+
+
+@torch.inference_mode()
 def pairs(setting: Setting) -> Outcomes:
-    """The windows of a value are of all pairs; a pair that is slower than the others is a fault."""
+    """Each value is of the slowest pair; a pair that is slower than the others in either value is a fault."""
     count, title = torch.cuda.device_count(), "Copies between GPUs"
     if count < 2:
         yield NotRun("p2p", title, f"this machine has {count} GPU", "take a machine with two GPUs or more")
@@ -86,8 +114,8 @@ def pairs(setting: Setting) -> Outcomes:
     sheet = gpus().get(part_name(torch.cuda.get_device_name(0)))
     link = None if sheet is None else sheet.link_bytes_per_second
     size, wrong, blocked = min(MOST_BYTES, setting.buffer_bytes), 0, []
-    one_way: dict[str, float] = {}
-    both_ways: dict[str, float] = {}
+    one_way: dict[str, list[float]] = {}
+    both_ways: dict[str, list[float]] = {}
     for first, second in combinations(range(count), 2):
         name = f"{first}-{second}"
         if not torch.cuda.can_device_access_peer(first, second):
@@ -96,30 +124,34 @@ def pairs(setting: Setting) -> Outcomes:
         source = torch.randint(256, (size,), dtype=torch.uint8, device=here)
         other = torch.randint(256, (size,), dtype=torch.uint8, device=there)
         target, back = torch.empty_like(other), torch.empty_like(source)
-        seconds = _seconds([(target, source)], setting)
-        one_way[name] = size / 1e9 / seconds
-        both_ways[name] = 2 * size / 1e9 / _seconds([(target, source), (back, other)], setting)
+        one_way[name] = rates(size / 1e9, _seconds([(target, source)], setting))
+        both_ways[name] = rates(2 * size / 1e9, _seconds([(target, source), (back, other)], setting))
         wrong += different_elements(target.cpu().view(torch.int32), source.cpu().view(torch.int32))
         wrong += different_elements(back.cpu().view(torch.int32), other.cpu().view(torch.int32))
         del source, other, target, back
         torch.cuda.empty_cache()
-    note = f"without direct access: {', '.join(blocked)}" if blocked else ""
-    bound = None if link is None else Bound(link / 1e9, "data sheet of the links, one direction")
-    yield Value(
-        "p2p_one_way", f"{title}, one direction, all pairs", "GB/s", list(one_way.values()), bound=bound, note=note
-    )
-    bound = bound and Bound(2 * bound.value, "data sheet of the links, both directions")
-    yield Value("p2p_both_ways", f"{title}, both directions, all pairs", "GB/s", list(both_ways.values()), bound=bound)
-    slow = slow_parts(one_way, "higher")
-    note = ", ".join(f"GPUs {name}: {one_way[name]:.0f} GB/s" for name in slow)
+    slow: dict[str, float] = {}
+    for key, ways, found, factor in (
+        ("p2p_one_way", "one direction", one_way, 1),
+        ("p2p_both_ways", "both directions", both_ways, 2),
+    ):
+        medians = {name: statistics.median(windows) for name, windows in found.items()}
+        slowest = min(medians, key=medians.__getitem__)
+        words = f"{title}, {ways}, the slowest of {count_of(len(found), 'pair')}"
+        bound = None if link is None else Bound(factor * link / 1e9, f"data sheet of the links, {ways}")
+        yield Value(key, words, "GB/s", found[slowest], bound=bound, note=f"GPUs {slowest}")
+        slow = {name: medians[name] for name in slow_parts(medians, "higher")} | slow
+    note = ", ".join(f"GPUs {name}: {rate:.0f} GB/s" for name, rate in slow.items())
     yield Value(
         "p2p_slow_pairs", "Pairs of GPUs that are slower than the others", "pairs", [len(slow)], "zero", note=note
     )
+    note = ", ".join(f"GPUs {name}" for name in blocked)
+    yield Value("p2p_indirect", "Pairs of GPUs without direct access", "pairs", [len(blocked)], "", note=note)
     yield Value("p2p_errors", "Data after the copies between GPUs", "wrong", [wrong], "zero")
 
 
-def _seconds(copies: list[tuple[torch.Tensor, torch.Tensor]], setting: Setting) -> float:
-    """Mean seconds of one round of copies, all at once."""
+def _seconds(copies: list[tuple[torch.Tensor, torch.Tensor]], setting: Setting) -> list[float]:
+    """Mean seconds of one round of copies, all at once, in each window."""
     streams = [torch.cuda.Stream(source.device) for _, source in copies]  # type: ignore[no-untyped-call]
 
     def run(count: int) -> float:
@@ -136,4 +168,4 @@ def _seconds(copies: list[tuple[torch.Tensor, torch.Tensor]], setting: Setting) 
 
     once = run(2) / 2
     count = max(2, round(setting.seconds / setting.windows / max(once, 1e-6)))
-    return run(count) / count
+    return [run(count) / count for _ in range(setting.windows)]

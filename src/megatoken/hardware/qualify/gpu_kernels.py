@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
 from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds
+from megatoken.hardware.qualify.shapes import GPU_ATTENTION
 from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
 from megatoken.hardware.specification import data_sheet
 
-SEQUENCES, CONTEXT, PAGE_SIZE = 900, 512, 32
-HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
+MODEL = SHAPES[GPU_ATTENTION.shape]
+SEQUENCES, CONTEXT, PAGE_SIZE = GPU_ATTENTION.sequences, GPU_ATTENTION.prompt_tokens, 32
+HEADS, KV_HEADS, HEAD_DIM = MODEL.heads, MODEL.kv_heads, MODEL.head_dim
 PROMPTS, PROMPT_TOKENS = 8, 4096
-TOKENS, HIDDEN, FEED_FORWARD = 4096, 8192, 28_672
+TOKENS, HIDDEN, FEED_FORWARD = 4096, MODEL.hidden_size, MODEL.intermediate_size
 GRAPH_KERNELS, BATCH = 100, 100
 
 

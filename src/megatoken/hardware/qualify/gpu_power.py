@@ -1,4 +1,7 @@
-"""Sustained load on the GPU: rate, power, clock and temperature, and whether the card slowed itself down."""
+"""Sustained load on the GPU: rate, power, clock and temperature, and whether the card slowed itself down.
+
+Errors that the card counts meanwhile are of ``gpu_errors``.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ import operator
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 
 from megatoken.engine.config import SHAPES
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.schemes import find_scheme
-from megatoken.hardware.nvml import HARMFUL_REASONS, Counters, NvmlGpu, SensorError, nvml_gpu, words_of
+from megatoken.hardware.nvml import HARMFUL_REASONS, SensorError, nvml_gpu, words_of
 from megatoken.hardware.power import PowerSampler
 from megatoken.hardware.qualify.gpu_products import SCALINGS, Weights, product_bound, start
 from megatoken.hardware.qualify.gpu_timing import device_uuid, gpu_seconds, repeat_for
@@ -26,7 +28,6 @@ TOKENS, LAYERS = 2048, 4
 PERIOD_SECONDS = 0.1
 """Between readings of power, clock and the reasons of low clocks."""
 PULSES, PULSE_SECONDS = 20, 1.0
-TITLE_OF_ERRORS = "Errors of memory and links, and critical errors, under load"
 TITLE = "Sustained product of a 70B layer"
 
 
@@ -54,10 +55,7 @@ def power(setting: Setting) -> Outcomes:
     repeat_for(max(1.0, setting.power_seconds / 5), run)  # the clock settles
     name, uuid = "sustained_tflops", device_uuid()
     try:
-        gpu = nvml_gpu(uuid)
-        limit = gpu.power_limit_watts()
-        counters = gpu.counters()
-        gpu.watch_xids()
+        limit = nvml_gpu(uuid).power_limit_watts()
         with PowerSampler(uuid, PERIOD_SECONDS) as sampler:
             began = time.monotonic()
             passes, elapsed = repeat_for(setting.power_seconds, run)
@@ -83,21 +81,13 @@ def power(setting: Setting) -> Outcomes:
         yield Value("slow_down", title, "reasons", [len(harmful)], "zero", note=", ".join(harmful))
     else:
         yield NotRun("slow_down", title, "NVML does not report it", "update the driver")
-    yield from _new_errors(gpu, counters)
 
 
 @torch.inference_mode()
 def pulse(setting: Setting) -> Outcomes:
-    """Idle and full load in turn, as requests arrive: the rate must come back each time, and no error may appear."""
+    """Idle and full load in turn, as requests arrive: the rate must come back each time."""
     run, work, bound = _full_load()
     length = min(PULSE_SECONDS, setting.power_seconds / PULSES)
-    try:
-        gpu: NvmlGpu | None = nvml_gpu(device_uuid())
-    except SensorError:
-        gpu = None
-    counters = gpu.counters() if gpu else Counters()
-    if gpu is not None:
-        gpu.watch_xids()
     rate = []
     for _ in range(PULSES):
         time.sleep(length)
@@ -107,26 +97,3 @@ def pulse(setting: Setting) -> Outcomes:
     yield Value("pulse_tflops", title, "TFLOP/s", rate, bound=bound)
     worst = min(rate) / statistics.median(rate)
     yield Value("pulse_worst", "The slowest pulse, of the median", "%", [100 * worst], "")
-    if gpu is None:
-        yield NotRun("errors_under_load", TITLE_OF_ERRORS, "NVML does not report them", "install nvidia-ml-py")
-    else:
-        yield from _new_errors(gpu, counters)
-
-
-def _new_errors(gpu: NvmlGpu, before: Counters) -> Outcomes:
-    """Errors that the card counted during the load."""
-    grown = {
-        name: count - earlier
-        for name, count in asdict(gpu.counters()).items()
-        if count is not None and (earlier := getattr(before, name)) is not None
-    }
-    xids = gpu.new_xids()
-    if xids is not None:
-        grown["xid_errors"] = len(xids)
-    bad = {name: count for name, count in grown.items() if count}
-    note = ", ".join([*(f"{count} {name.replace('_', ' ')}" for name, count in bad.items()), *map(str, xids or ())])
-    title = TITLE_OF_ERRORS
-    if grown:
-        yield Value("errors_under_load", title, "errors", [sum(bad.values())], "zero", note=note)
-    else:
-        yield NotRun("errors_under_load", title, "NVML does not report them", "update the driver")

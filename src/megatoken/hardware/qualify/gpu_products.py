@@ -81,7 +81,7 @@ def gemm(setting: Setting) -> Outcomes:
 
 @torch.inference_mode()
 def formats(setting: Setting) -> Outcomes:
-    """The largest square that the quick set has, in fp32, tf32 and int8, which the engine does not use."""
+    """The largest square that the quick set has, in fp32, tf32, int8 and fp8 scaled by row, not by tensor."""
     sheet = start()
     side = setting.sides[min(len(setting.sides), 2) - 1]
     work = 2e-12 * side**3
@@ -98,6 +98,11 @@ def formats(setting: Setting) -> Outcomes:
             yield Value(f"gemm_{name}_{side}", f"{name} product of side {side:,}", "TFLOP/s", rate, bound=bound or None)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
+    if gpu_obstacle(find_scheme("fp8")) is None:  # else ``gemm`` says so
+        call = Weights("row", [Product("square", side, side)], 1).call(0, side)
+        rate, bound = rates(work, gpu_seconds(lambda: call(0), setting)), product_bound(sheet, "fp8")
+        title = f"fp8 product of side {side:,}, scaled by row"
+        yield Value(f"gemm_fp8_row_{side}", title, "TFLOP/s", rate, bound=bound)
     a, b = (torch.randint(-128, 128, (side, side), dtype=torch.int8, device=DEVICE) for _ in range(2))
     bound = bf16 and Bound(bf16 / 5e11, "twice the data sheet's dense bf16", certain=False)
     rate = rates(work, gpu_seconds(lambda: torch._int_mm(a, b.t()), setting))

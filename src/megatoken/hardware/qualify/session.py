@@ -15,6 +15,7 @@ from megatoken.errors import ExitCode
 from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest
+from megatoken.hardware.qualify.gpu_errors import ErrorWatch
 from megatoken.hardware.qualify.judge import (
     Verdict,
     answer,
@@ -30,6 +31,8 @@ from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, Earlier,
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 from megatoken.hardware.specification import part_name
 
+ERRORS = HardwareTest("errors", "Errors that the GPU counted", "")
+ERRORS_OF_ALL = HardwareTest("errors_of_all", "Errors that the GPUs counted", "", whole=True)
 CAPPED_SHARE = 0.98
 CONFIRMATIONS = 4
 """Further runs, of all tests together, before a slow processor fails: some 10 s of the quick set, and only then."""
@@ -71,6 +74,9 @@ def qualify(
         }
     began = time.monotonic()
     measured: dict[str, float] = {}
+    errors = ERRORS_OF_ALL if all(test.whole for test in tests) else ERRORS
+    watched = machine["gpus"] if errors.whole else [tested] if tested else []
+    watch = ErrorWatch([str(one["uuid"]) for one in watched])
     document: dict[str, Any] = new_document(
         KIND,
         SCHEMA_VERSION,
@@ -89,6 +95,7 @@ def qualify(
         limit = tests[index].limit_seconds * (FULL_LIMIT_FACTOR if full else 1)
         shown = None if tests[index].whole else gpu
         ended = run_alone(tests[index], replace(setting, measured=dict(measured)), limit, shown)
+        watch.look(tests[index])
         outcomes = [one.outcome for one in ended.returned]
         measured |= {one.name: one.median for one in outcomes if isinstance(one, Value) and one.windows}
         runs[index].append(ended)
@@ -106,6 +113,8 @@ def qualify(
                 queue.extend(once)
             elif slow and device == "cpu" and sum(len(of_test[2:]) for of_test in runs) < CONFIRMATIONS:
                 queue.append(min(slow, key=lambda index: len(runs[index])))
+        if (counted := watch.ended()).returned:
+            results.append(test_entry(errors, [counted], "", {}, 0.0))
         notes = [capped] if capped else []
         compared = any(value.get("baseline") is not None for result in results for value in result["values"])
         if baseline is not None and not queue and not compared:
