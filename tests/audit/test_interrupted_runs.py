@@ -83,9 +83,7 @@ def test_the_audit_says_interrupted_first_and_accuses_nobody(interrupted: tuple[
     assert first["found"].endswith(f"samples that had ended: {ended(folder / 'requests.parquet')}")
     assert document["notes"][0].startswith(CAUSES[number])
     (_, sentence), *_ = audit_view(checked(document)).summary[0].points
-    assert sentence.startswith(
-        f"No check fails, but the results do not stand by themselves: a run reports {CAUSES[number]}"
-    )
+    assert sentence.startswith(f"No check fails, but the run itself is {CAUSES[number]}")
     found = {item["id"]: item["severity"] for item in document["findings"]}
     assert {found[name] for name in ("log.whole", "summary.counts", "rules.valid")} == {"unknown"}
     assert found["run_folder.metrics"] == found["settings.library_order"] == found["build.sources"] == "pass"

@@ -570,6 +570,7 @@ def test_a_soak_that_was_not_healthy_is_told(soaked: Path) -> None:
     assert found.severity is Severity.NOTE
     assert found.found.startswith("INVALID, UNDECIDED: TOO_SHORT ")
     _, out, _ = call_here("audit", soaked)
+    assert "The files agree with each other, but the run itself is INVALID, UNDECIDED: TOO_SHORT" in out
     assert "the checks found no problem, but the run itself reports a problem" in " ".join(out.split())
 
 

@@ -52,6 +52,88 @@ def test_findings_are_sorted_merged_and_can_be_chosen_by_severity():
     assert words(root.find(".//div[@class='verdict']")).startswith("✕ 1 fail ! 1 warn ? 1 unknown 1 note ✓ 19 pass")
 
 
+INVALID = "INVALID: MIN_DURATION ran 0.4 s of 600 s; LOADGEN_INVALID LoadGen result: INVALID (Min duration: NO; TTFT)"
+OWN_REASON = (
+    "INVALID: LOADGEN_INVALID LoadGen result: INVALID (TTFT: NO; Early stopping: NO); DATA_SET_SIZE drew from 90"
+)
+BY_LOADGEN = "INVALID: Min duration satisfied: NO; TTFT constrain not met (2 times)"
+PROBED = "INTERRUPTED: OVER_LIMIT 40 samples over the TTFT limit"
+AGREE = "The files agree with each other, but"
+
+
+@pytest.mark.parametrize(
+    ("said", "validity", "sentence"),
+    [
+        ([], ["VALID"], "The results stand: none of 1 check fails."),
+        (
+            [("note", "run_folder.healthy", INVALID)],
+            [],
+            f"{AGREE} the run itself is INVALID: MIN_DURATION ran 0.4 s of ",
+        ),
+        ([("note", "run_folder.healthy", OWN_REASON)], [], "INVALID (TTFT: NO; Early stopping: NO)."),
+        (
+            [("warn", "run_folder.healthy", "DEGRADED: LOST 1 replica")],
+            ["VALID"],
+            "No check fails, but the run itself is DEGRADED: LOST 1 replica.",
+        ),
+        (
+            [("note", "run_folder.healthy", "MEASURED: CLIENT_SATURATED the client was late")],
+            ["INVALID"],
+            f"{AGREE} the run itself doubts its measurement: CLIENT_SATURATED the client was late.",
+        ),
+        (
+            [("note", "run_folder.healthy", INVALID)],
+            ["VALID", "INVALID"],
+            f"{AGREE} a run is INVALID: MIN_DURATION ran 0.4 s of 600 s.",
+        ),
+        (
+            [("unknown", "run_folder.interrupted", "INTERRUPTED: SIGINT after 3 s")],
+            [None],
+            "No check fails, but the run itself is INTERRUPTED: SIGINT after 3 s.",
+        ),
+        ([("note", "run_folder.interrupted", PROBED)], ["VALID"], "The results stand: none of 2 checks fails."),
+        (
+            [("note", "rules.valid", BY_LOADGEN)],
+            ["INVALID", "VALID", "INVALID"],
+            f"{AGREE} LoadGen calls 2 of 3 runs INVALID, the first: Min duration satisfied: NO.",
+        ),
+        (
+            [("unknown", "rules.valid", "no verdict"), ("note", "rules.valid", BY_LOADGEN)],
+            ["INVALID"],
+            "No check fails, but LoadGen calls the run INVALID: Min duration satisfied: NO.",
+        ),
+        (
+            [("fail", "rules.valid", BY_LOADGEN)],
+            ["INVALID"],
+            "The results do not stand as they are: 1 check of 2 fails; LoadGen calls the run INVALID: Min duration ",
+        ),
+        (
+            [("warn", "log.dates", "none"), ("unknown", "accuracy.evidence", "none")],
+            ["VALID"],
+            "No check fails; of 3, 1 needs an explanation and 1 cannot be answered.",
+        ),
+    ],
+)
+def test_the_first_sentence_of_an_audit_says_what_speaks_against_the_run(said, validity, sentence):
+    findings = [finding("pass", "log.whole", "whole", "all", "all", "", 1)]
+    findings += [finding(severity, name, "title", "clean", found, "why", 1) for severity, name, found in said]
+    runs = [
+        {"path": f"n{number}/mlperf", "role": "performance", "validity": one} for number, one in enumerate(validity)
+    ]
+    runs.append({"path": "probes/1/mlperf", "role": "performance", "validity": "INVALID"})
+    root = page_of(head("audit", "t", findings=findings, artefacts=runs))
+    assert sentence in words(root)
+    unsound = "INVALID" in sentence or ", but" in sentence
+    assert (", but the run itself reports a problem" in words(root)) is (unsound and said[0][0] != "fail")
+
+
+def test_a_claim_about_an_invalid_run_says_that_it_is_one():
+    findings = [finding("note", "run_folder.healthy", "title", "clean", INVALID, "why", 1)]
+    claim = {"id": "rate", "text": "5 tokens/s", "answer": "holds"}
+    root = page_of(head("audit", "t", findings=findings, claims=[claim]))
+    assert "The claim holds; the run itself is INVALID: MIN_DURATION ran 0.4 s of 600 s." in words(root)
+
+
 def test_many_findings_are_cut_off_and_said_to_be():
     findings = [finding("warn", f"id-{n}", f"title {n}", n, n, "why", n) for n in range(1000)]
     root = page_of(head("audit", "t", findings=[*findings, finding("fail", "last", "grave", 1, 2, "")]))

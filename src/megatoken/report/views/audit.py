@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +27,7 @@ LEGIBLE_FINDINGS = 400
 LEGIBLE_PLACES = 2
 NAMED = 2  # claims or findings in a sentence; further ones are counted
 BRIEF_ROWS = 12
+REASON_END = "; (?=[A-Z][A-Z_]+[,:]? )"  # the next reason begins with its code
 
 
 def audit_view(document: Document) -> View:
@@ -40,51 +42,36 @@ def audit_view(document: Document) -> View:
         section("Nodes", *node_figures(own_nodes, aggregate), records_table("Nodes", own_nodes)),
         section("Artefacts", _artefacts(document.parts("artefacts"))),
     )
-    counts = [Verdict(tuple(_counts(findings)), _meaning(findings))]
+    but = ", but the run itself reports a problem" if _against(document) else ""
+    counts = [Verdict(tuple(_counts(findings)), _meaning(findings, but))]
     if claims:
         answers = Counter(claim.text("answer") for claim in claims)
         badges = tuple(Badge(f"{count} {word}", ANSWERS[word].tone) for word in ANSWERS if (count := answers[word]))
         counts.append(Verdict(badges, f"of {len(claims)} claims" if len(claims) > 1 else "the claim"))
-    summary: tuple[Block, ...] = (_answers(claims, findings), *counts)
+    summary: tuple[Block, ...] = (_answers(document), *counts)
     brief = tuple(table for table in (_brief_claims(claims), _brief_findings(findings)) if table.rows)
-    return view(document, _subject(findings), summary, sections, brief, derived=("counts", "nodes"))
+    return view(document, _subject(findings, but), summary, sections, brief, derived=("counts", "nodes"))
 
 
-def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points:
+def _answers(document: Document) -> Points:
     """Whether it holds, what breaks, what cannot be known and, of a sealed folder, who signed it: a sentence each."""
+    claims, findings = document.parts("claims"), document.parts("findings")
     fails, unknowns = ([one for one in findings if one.text("severity") == word] for word in ("fail", "unknown"))
     wrong, open_claims = (
         [claim for claim in claims if claim.text("answer") == word]
         for word in ("does not hold", "cannot be determined")
     )
-    against = _against_itself(findings)
-    if claims:
-        right = len(claims) - len(wrong) - len(open_claims)
-        holds = f"{right} of {count_of(len(claims), 'claim')} {'holds' if right == 1 else 'hold'}" + (
-            f"; {count_of(len(fails), 'check')} of the artefacts {'fails' if len(fails) == 1 else 'fail'}."
-            if fails
-            else "."
-        )
-        if len(claims) == 1:
-            holds = f"The claim {'holds' if right else claims[0].text('answer')}."
-    elif fails:
-        broken = f"{count_of(len(fails), 'check')} of {len(findings)} {'fails' if len(fails) == 1 else 'fail'}"
-        holds = f"The results do not stand as they are: {'; '.join(filter(None, (broken, against)))}."
-    elif against:
-        holds = f"No check fails, but the results do not stand by themselves: {against}."
-    elif unknowns:
-        holds = f"No check fails; {len(unknowns)} of {len(findings)} cannot be answered."
-    else:
-        holds = f"The results stand: none of {count_of(len(findings), 'check')} fails."
     breaks = [*(f"\u201c{claim.text('text')}\u201d is {right_value(claim)}" for claim in wrong)]
     breaks += dict.fromkeys(f"the check “{finding.text('title')}”" for finding in fails)
     unknown = [*(f"\u201c{claim.text('text')}\u201d" for claim in open_claims)]
     unknown += dict.fromkeys(f"the check “{finding.text('title')}”" for finding in unknowns)
     sealed = [one.text("found") for one in findings if one.text("id") == "run_folder.sealed"]
+    against = _against(document)
+    holds = _claims_hold(claims, len(fails), against) if claims else _results_stand(findings, against)
     return Points(
         "",
         (
-            ("", holds),
+            ("", f"{holds}."),
             ("", f"What breaks: {some(breaks)}."),
             ("", f"What the artefacts cannot answer: {some(unknown)}."),
             *(("", f"Seal: {found}.") for found in sealed[:1]),
@@ -92,17 +79,71 @@ def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points
     )
 
 
-def _against_itself(findings: Sequence[Document]) -> str:
-    """What runs report against themselves, the first of them in words; empty if none does."""
+def _claims_hold(claims: Sequence[Document], fails: int, against: str) -> str:
+    answers = Counter(claim.text("answer") for claim in claims)
+    right = answers["holds"]
+    holds = f"{right} of {len(claims)} claims {'holds' if right == 1 else 'hold'}"
+    if len(claims) == 1:
+        holds = f"The claim {claims[0].text('answer')}"
+    failing = f"{count_of(fails, 'check')} of the artefacts {'fails' if fails == 1 else 'fail'}" if fails else ""
+    return "; ".join(filter(None, (holds, failing, against)))
+
+
+def _results_stand(findings: Sequence[Document], against: str) -> str:
+    """A run can be INVALID although its files agree."""
+    counts = Counter(one.text("severity") for one in findings)
+    fails, warns, unknowns = (counts[severity] for severity in ("fail", "warn", "unknown"))
+    if fails:
+        broken = f"{count_of(fails, 'check')} of {len(findings)} {'fails' if fails == 1 else 'fail'}"
+        return f"The results do not stand as they are: {'; '.join(filter(None, (broken, against)))}"
+    if against:
+        return f"{'No check fails' if warns or unknowns else 'The files agree with each other'}, but {against}"
+    if warns or unknowns:
+        explained = f"{warns} {'needs' if warns == 1 else 'need'} an explanation" if warns else ""
+        answered = f"{unknowns} cannot be answered" if unknowns else ""
+        return f"No check fails; of {len(findings)}, {' and '.join(filter(None, (explained, answered)))}"
+    return f"The results stand: none of {count_of(len(findings), 'check')} fails" if findings else "Nothing was checked"
+
+
+def _against(document: Document) -> str:
+    """What runs, or LoadGen, report against results whose files agree; empty if they report nothing."""
     said = [
-        finding.text("found")
-        for id_ in ("run_folder.healthy", "run_folder.interrupted")
-        for finding in findings
-        if finding.text("id") == id_ and finding.text("severity") != "pass"
+        one
+        for one in document.parts("findings")
+        if (one.text("id") == "run_folder.healthy" and one.text("severity") != "pass")
+        or (one.text("id") == "run_folder.interrupted" and one.text("severity") == "unknown")  # a note: a probe
     ]
     if not said:
+        return _invalid_by_loadgen(document)
+    verdict, _, why = _first(said[0], REASON_END).partition(": ")
+    doubted = verdict.startswith(("MEASURED", "VALID"))
+    what = f"doubts its measurement: {why}" if doubted else f"is {verdict}: {why}"
+    if (count := sum(int(one.number("count") or 1) for one in said)) > 1:
+        return f"{count:,} runs report a problem; the first {what}"
+    return f"{'the run itself' if len(_performance_runs(document)) < 2 else 'a run'} {what}"
+
+
+def _invalid_by_loadgen(document: Document) -> str:
+    runs = _performance_runs(document)
+    invalid = sum(one.text("validity") == "INVALID" for one in runs)
+    if not invalid:
         return ""
-    return f"a run reports {said[0]}" + (f", and {len(said) - 1:,} more" if said[1:] else "")
+    whys = [_first(one, "; ") for one in document.parts("findings") if one.text("id") == "rules.valid"]
+    why = next((why.removeprefix("INVALID") for why in whys if why.startswith("INVALID: ")), "")
+    which = "the run" if len(runs) == 1 else f"{invalid:,} of {len(runs):,} runs"
+    return f"LoadGen calls {which} INVALID{', the first' if invalid > 1 and why else ''}{why}"
+
+
+def _performance_runs(document: Document) -> list[Document]:
+    """Probes of a search, which may end INVALID, do not count."""
+    runs = [one for one in document.parts("artefacts") if one.text("role") == "performance"]
+    return [one for one in runs if "/probes/" not in f"/{one.text('path')}"]
+
+
+def _first(finding: Document, end: str) -> str:
+    """The first of the reasons that a finding joins, with the parenthesis closed that the cut opens."""
+    first = re.split(f"(?: \\(\\d+ times\\))?(?:{end}|$)", finding.text("found"), maxsplit=1)[0].rstrip(".")
+    return first + ")" * (first.count("(") > first.count(")"))
 
 
 def some(names: Sequence[str], most: int = NAMED) -> str:
@@ -162,9 +203,9 @@ def severity_badge(severity: str) -> Badge:
     return SEVERITIES.get(severity, Badge(severity, "quiet"))
 
 
-def _subject(findings: Sequence[Document]) -> str:
+def _subject(findings: Sequence[Document], but: str) -> str:
     fails = sum(finding.text("severity") == "fail" for finding in findings)
-    return f"{fails} fail" if fails else "no fail"
+    return f"{fails} fail" if fails else f"no fail{but}"
 
 
 def _counts(findings: Sequence[Document]) -> Iterator[Badge]:
@@ -174,14 +215,12 @@ def _counts(findings: Sequence[Document]) -> Iterator[Badge]:
             yield Badge(f"{counts[severity]:,} {severity}", severity_badge(severity).tone)
 
 
-def _meaning(findings: Sequence[Document]) -> str:
-    unhealthy = any(one.text("id") == "run_folder.healthy" for one in findings)
-    but = ", but the run itself reports a problem" if unhealthy else ""
+def _meaning(findings: Sequence[Document], but: str) -> str:
     severities = {finding.text("severity") for finding in findings}
     if "fail" in severities:
         return "the artefacts break rules, or contradict each other or known facts"
     if "warn" in severities:
-        return "no check fails; some findings need an explanation"
+        return f"no check fails{but}; some findings need an explanation"
     if "unknown" in severities:
         return f"the checks found no problem{but}; the artefacts cannot answer some questions"
     return f"the checks found no problem{but}" if findings else "nothing to check"
