@@ -118,12 +118,24 @@ def test_missing_compilers_extras_and_harmful_variables_are_found(monkeypatch: p
     found = by_code(doctor.check_software(has_gpu=True))
     assert {code for code, one in found.items() if one.state == State.FIX} - {"variable_OMP_NUM_THREADS"} == {
         "compiler",
-        "extra_rack",
         "torch_build",
         "variable_NCCL_P2P_DISABLE",
     }
-    assert found["extra_rack"].command == install_command("rack")
     assert "torch_build" not in by_code(doctor.check_software(has_gpu=False))
+
+
+def test_extras_that_are_not_installed_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {"ray", "cryptography", "triton"}
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None if module in absent else object())
+    found = by_code(doctor.check_software(has_gpu=True))
+    extras = found["extras"]
+    assert extras.state == State.OPTIONAL
+    assert extras.message == "not installed: rack (runs on several machines), seal (signatures of sealed runs)"
+    assert extras.command == install_command("rack,seal")
+    assert found["extra_gpu"].state == State.FIX and "triton not installed" in found["extra_gpu"].message
+    absent.clear()
+    found = by_code(doctor.check_software(has_gpu=True))
+    assert found["extras"].state == found["extra_gpu"].state == State.OK
 
 
 class Nvml:
@@ -204,13 +216,17 @@ def test_a_machine_with_a_driver_and_no_nvml_says_what_to_install(
     assert "gpu0" in {one["code"] for one in examine(tmp_path)["findings"]}
 
 
-def test_the_command_prints_what_to_fix_first(tmp_path: Path) -> None:
+def test_the_command_prints_what_to_fix_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     code, out, err = call_here("doctor", "--out", tmp_path, "--json")
     assert (code, err) == (0, "")
     findings = json.loads(out)["findings"]
     states = [one["state"] for one in findings]
-    assert states == sorted(states, key=["FIX", "UNKNOWN", "OK"].index)
+    assert states == sorted(states, key=["FIX", "UNKNOWN", "OPTIONAL", "OK"].index)
+    assert {"FIX", "OPTIONAL", "OK"} <= set(states)
     _, out, _ = call_here("doctor", "--out", tmp_path)
+    assert out.count("pip install") == 1 and "\nOPTIONAL not installed: serve (megatoken serve" in out
     assert out.splitlines()[-1].startswith("OK ")
 
 

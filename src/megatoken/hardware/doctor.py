@@ -45,13 +45,13 @@ FREE_MEMORY_SHARE = 0.25
 CLOCK_UNSYNCHRONISED = 5
 """TIME_ERROR of adjtimex(2)."""
 EXTRAS = {
-    "serve": (("httptools", "llguidance", "uvloop"), "a slower server without grammars"),
-    "report": (("duckdb",), "no SQL over runs"),
-    "rack": (("ray",), "no runs on several machines"),
-    "accuracy": (("rouge_score", "nltk"), "no ROUGE scores"),
-    "hf": (("transformers",), "no comparison with transformers"),
+    "serve": (("httptools", "llguidance", "uvloop"), "megatoken serve, --endpoint and grammars"),
+    "report": (("duckdb",), "SQL over runs"),
+    "rack": (("ray",), "runs on several machines"),
+    "accuracy": (("rouge_score", "nltk"), "ROUGE scores"),
+    "seal": (("cryptography",), "signatures of sealed runs"),
 }
-"""Modules of each extra and what is missing without them; those of ``gpu`` are only looked for next to a GPU."""
+"""Modules of each extra and what it is for; those of ``gpu`` are looked for next to a GPU, which needs them."""
 GPU_EXTRA = (("pynvml", "triton"), "the GPU is not used, or its sensors are not read")
 HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": ("1", "makes every kernel wait for the one before"),
@@ -73,6 +73,7 @@ class State(StrEnum):
 
     FIX = "FIX"
     UNKNOWN = "UNKNOWN"
+    OPTIONAL = "OPTIONAL"
     OK = "OK"
 
 
@@ -83,7 +84,7 @@ class Finding:
     code: str  # of the check; stays the same between versions
     state: State  # FIX where it costs speed, or makes a feature or a measurement fail
     message: str  # what was found, and what it costs
-    command: str = ""  # what to type to fix it; empty if the state is OK or no command can
+    command: str = ""  # what to type to fix or add it; empty if the state is OK or no command can
 
 
 def ok(code: str, message: str) -> Finding:
@@ -275,13 +276,14 @@ def check_software(has_gpu: bool) -> Iterator[Finding]:
         yield fix("compiler", message, "sudo apt-get install g++")
     else:
         yield ok("compiler", f"{name} can compile the processor's kernels")
-    extras = EXTRAS | ({"gpu": GPU_EXTRA} if has_gpu else {})
-    for extra, (modules, cost) in extras.items():
+    yield _extras()
+    if has_gpu:
+        modules, cost = GPU_EXTRA
         missing = [module for module in modules if find_spec(module) is None]
         if missing:
-            yield fix(f"extra_{extra}", f"{', '.join(missing)} not installed: {cost}", install_command(extra))
+            yield fix("extra_gpu", f"{', '.join(missing)} not installed: {cost}", install_command("gpu"))
         else:
-            yield ok(f"extra_{extra}", f"the extra {extra} is installed")
+            yield ok("extra_gpu", "the extra gpu is installed")
     version = metadata.version("torch")
     if has_gpu and version.endswith("+cpu"):
         message = f"PyTorch {version} cannot use the GPU"
@@ -293,6 +295,20 @@ def check_software(has_gpu: bool) -> Iterator[Finding]:
         )
     if not found:
         yield ok("variables", "no variable of the environment slows PyTorch, NCCL or Ray")
+
+
+def _extras() -> Finding:
+    """A fresh install has none, and nothing is broken."""
+    code = "extras"
+    missing = {
+        extra: purpose
+        for extra, (modules, purpose) in EXTRAS.items()
+        if any(find_spec(module) is None for module in modules)
+    }
+    if not missing:
+        return ok(code, "all extras are installed")
+    listed = ", ".join(f"{extra} ({purpose})" for extra, purpose in missing.items())
+    return Finding(code, State.OPTIONAL, f"not installed: {listed}", install_command(",".join(missing)))
 
 
 def check_gpus(gpus: Sequence[NvmlGpu]) -> Iterator[Finding]:
