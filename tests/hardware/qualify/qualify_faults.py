@@ -101,6 +101,12 @@ def no_room_for_more(setting: Setting) -> Outcomes:
     raise MemoryError
 
 
+def no_room_for_a_tensor(setting: Setting) -> Outcomes:
+    """Asks PyTorch for more than a processor can address."""
+    yield Value("errors", "Errors", "errors", [0], "zero")
+    torch.empty(2**50)
+
+
 def no_windows(setting: Setting) -> Outcomes:
     """A value that was never measured."""
     yield Value("rate", "Rate", "GB/s", [])

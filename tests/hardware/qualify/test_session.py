@@ -118,6 +118,7 @@ def test_a_hanging_test_is_stopped_and_the_others_run(tiny: Setting) -> None:
         ("not_run", "no such device; plug one in"),
         ("no_room", "does not fit"),
         ("no_room_for_more", "not enough memory; free memory, or stop other work"),
+        ("no_room_for_a_tensor", "can't allocate memory: you tried to allocate 4503599627370496 bytes"),
     ],
 )
 def test_what_could_not_run_is_neither_a_pass_nor_a_fault(name: str, reason: str, tiny: Setting) -> None:

@@ -28,6 +28,8 @@ PRELOADED = [
     "megatoken.hardware.qualify.engine_steps",
 ]
 GRACE_SECONDS = 5.0
+CPU_ALLOCATOR = "DefaultCPUAllocator: "
+"""In PyTorch's message before what it could not allocate."""
 STARVED = 0.3
 """A test that waited for cores this share of its limit was not slow by itself."""
 
@@ -120,26 +122,30 @@ def _work(test: HardwareTest, setting: Setting, limit_seconds: float, connection
         except BrokenPipeError:  # the parent was interrupted, perhaps while it started this process
             os._exit(0)
 
-    def not_run(error: BaseException, enable: str) -> None:
-        words = str(error).splitlines() or ["not enough memory"]
-        send(Returned(NotRun(test.name, test.title, words[0], enable), None))
-
     try:
         run = getattr(import_module(module), name)
         wait = CoreWait()
         for outcome in run(setting):
             send(Returned(outcome, wait.share()))
             wait = CoreWait()
-    except (CapacityError, MemoryError) as error:
-        not_run(error, "free memory, or stop other work")
-    except MegatokenError as error:
-        fault = str(error)
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which this module does not import
-            not_run(error, "stop other work on the GPU")
+        enable, (words, *_) = _advice_on_memory(error), str(error).splitlines() or [""]
+        if enable is not None:
+            reason = words.rpartition(CPU_ALLOCATOR)[2] or "not enough memory"
+            send(Returned(NotRun(test.name, test.title, reason, enable), None))
         else:
-            fault = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            fault = str(error) if isinstance(error, MegatokenError) else f"{type(error).__name__}: {words}"
     send(fault)
     connection.close()
     sys.stderr.flush()
     os._exit(0)  # a GPU that hangs while it is torn down must not keep the result
+
+
+def _advice_on_memory(error: Exception) -> str | None:
+    """What to do about an error for want of memory; None of any other error."""
+    if type(error).__name__ == "OutOfMemoryError":  # PyTorch's on a GPU, which this module does not import
+        return "stop other work on the GPU"
+    # On a CPU PyTorch raises a RuntimeError.
+    if isinstance(error, CapacityError | MemoryError) or CPU_ALLOCATOR in str(error):
+        return "free memory, or stop other work"
+    return None
