@@ -1,14 +1,18 @@
-"""Tests of the CPU: sizes by what the kernel reports of the processor."""
+"""Tests of the CPU's memory and caches: sizes by what the kernel reports of the processor, and what is measured."""
 
+import ctypes
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatoken.hardware import inventory
-from megatoken.hardware.qualify import cpu_tests, processor
-from megatoken.hardware.qualify.catalog import CPU_QUICK
+from megatoken.hardware.qualify import cpu_memory, cpu_tests, processor
+from megatoken.hardware.qualify.catalog import CPU_QUICK, TESTS, choose
+from megatoken.hardware.qualify.cpu_memory import caches
 from megatoken.hardware.qualify.cpu_tests import memory
+from megatoken.hardware.qualify.values import NotRun
 from megatoken.hardware.topology import Cache
 
 MEBIBYTE = 2**20
@@ -18,11 +22,11 @@ MEBIBYTE = 2**20
 def two_dies(monkeypatch):
     """Four usable cores; each two share a last-level cache of 48 MiB."""
 
-    def caches(core: int) -> list[Cache]:
+    def two_levels(core: int) -> list[Cache]:
         return [Cache(1, f"{core}", 32 * 2**10), Cache(3, "0-1" if core < 2 else "2-3", 48 * MEBIBYTE)]
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 1, 2, 3})
-    monkeypatch.setattr(processor, "data_caches", caches)
+    monkeypatch.setattr(processor, "data_caches", two_levels)
 
 
 def test_every_last_level_cache_counts_once(two_dies, monkeypatch):
@@ -50,3 +54,54 @@ def test_buffers_exceed_all_caches_but_not_half_of_the_memory(
     read, _, *_ = memory(replace(tiny, buffer_bytes=CPU_QUICK.buffer_bytes))
     assert read.windows == [pytest.approx(expected * MEBIBYTE / 1e9)]
     assert read.note == note
+
+
+@pytest.fixture
+def three_levels(monkeypatch):
+    """Caches of 32 KiB, 1 MiB and 64 MiB, the last of which is too large for the tests' buffers."""
+    sizes = (2**15, MEBIBYTE, 64 * MEBIBYTE)
+    found = [Cache(level, "0", size) for level, size in enumerate(sizes, 1)]
+    monkeypatch.setattr(cpu_memory, "data_caches", lambda core: found)
+
+
+def test_each_cache_and_memory_are_read_and_loaded_from(three_levels, tiny):
+    found = {value.name: value for value in caches(tiny)}
+    assert list(found) == [
+        f"{step}_{what}" for step in ("level1", "level2", "memory") for what in ("read_one_core", "latency")
+    ]
+    assert found["level1_read_one_core"].title == "First-level cache, 16 KiB: read, one core"
+    assert found["level2_latency"].title == "Second-level cache, 512 KiB: latency of a load"
+    assert {(value.unit, value.better) for value in found.values()} == {("GB/s", "higher"), ("ns", "lower")}
+    assert all(len(value.windows) == tiny.windows for value in found.values())
+    assert 0.3 < found["level1_latency"].median < found["memory_latency"].median < 10_000
+    assert 1 < found["memory_read_one_core"].median < found["level1_read_one_core"].median < 5_000
+    assert "huge pages" in found["memory_latency"].note
+
+
+def test_loads_visit_every_line_before_they_repeat_one(tiny):
+    lines = cpu_memory._lines(64 * 100)
+    visited = []
+
+    def follow(place: int, loads: int) -> int:
+        visited.append(place)
+        return ctypes.c_ssize_t.from_address(place).value
+
+    cpu_memory._load_nanoseconds(follow, lines, tiny)
+    places = [int(place) for place in lines.ctypes.data + 64 * np.arange(100)]
+    assert sorted(visited[:100]) == places
+    assert visited[100] == visited[0]
+    assert lines.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize(("compiler", "reason"), [("no-such-compiler", "no C++ compiler"), ("false", "false failed")])
+def test_caches_need_a_compiler(compiler, reason, tiny, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    (answer,) = caches(tiny)
+    assert isinstance(answer, NotRun)
+    assert reason in answer.reason
+    assert "g++" in answer.enable
+
+
+def test_caches_are_of_the_full_set_alone():
+    names = [[test.name for test in choose(TESTS["cpu"], [], full=full)] for full in (False, True)]
+    assert ["caches" in of_set for of_set in names] == [False, True]

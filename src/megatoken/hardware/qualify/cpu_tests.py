@@ -6,7 +6,6 @@ engine's own shapes with packed weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,9 +16,9 @@ from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import cpu
 from megatoken.engine.schemes import find_scheme
-from megatoken.hardware import inventory
 from megatoken.hardware.inventory import multiplies_bf16
 from megatoken.hardware.qualify.processor import (
+    buffer_bytes,
     cores_within_quota,
     engine_precision,
     last_level_cache_bytes,
@@ -33,10 +32,6 @@ CACHED_BYTES = 96 * 2**10
 """Of each buffer of the bound: three of them stay in the second-level cache of a core."""
 CACHED_SHARE = 0.25
 """Of the time of other values: rates in the cache only give a bound, by the fastest window, and are not judged."""
-SMALL_BYTES = 2**24
-"""Of each buffer in a setting that is for a test of the code, not for a measurement."""
-TIMES_CACHES, MEMORY_SHARE = 4, 0.5
-"""A buffer is this many times as large as all caches, but the three take at most this share of the available memory."""
 PATTERNS: dict[str, tuple[str, int, Callable[[Tensor, Tensor, Tensor], object]]] = {
     "read": ("Memory read", 1, lambda a, b, c: a.sum()),
     "write": ("Memory write", 1, lambda a, b, c: a.fill_(1.0)),
@@ -56,7 +51,7 @@ PROMPTS, PROMPT_TOKENS = 4, 128
 def memory(setting: Setting) -> Outcomes:
     """Four patterns on buffers larger than all caches. Bytes that a write reads first do not count, as in STREAM."""
     cores = cores_within_quota()
-    size, note = _buffer(setting)
+    size, note = buffer_bytes(setting, last_level_cache_bytes(), 3)
     large, cached = (tuple(torch.ones(count // 4) for _ in range(3)) for count in (size, CACHED_BYTES))
     shorter = replace(
         setting, seconds=CACHED_SHARE * setting.seconds, warm_up_seconds=CACHED_SHARE * setting.warm_up_seconds
@@ -70,20 +65,6 @@ def memory(setting: Setting) -> Outcomes:
         bound = Bound(cores * max(of_core), formula, certain=False)
         yield Value(f"memory_{name}", title, "GB/s", rate, bound=bound, note=note)
         yield Value(f"cache_{name}", f"{title.replace('Memory', 'Cache')}, one core", "GB/s", of_core, "")
-
-
-def _buffer(setting: Setting) -> tuple[int, str]:
-    """Bytes of each buffer, and a note if caches hold a part of it because the machine has too little memory."""
-    if setting.buffer_bytes <= SMALL_BYTES:
-        return SMALL_BYTES, ""
-    memory, caches = inventory.memory(), last_level_cache_bytes()
-    available = min(memory["available_bytes"], memory["limit_bytes"] or math.inf)
-    wanted = max(setting.buffer_bytes, TIMES_CACHES * caches)
-    size = min(wanted, int(available * MEMORY_SHARE / 3))
-    if size >= TIMES_CACHES * caches:
-        return size, ""
-    mebibytes = f"{caches / 2**20:,.0f} MiB: memory had room for {size / 2**20:,.0f} MiB a buffer"
-    return size, f"partly from caches of {mebibytes}"
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatoken.engine.config import Precision
+from megatoken.hardware import inventory
 from megatoken.hardware.inventory import cpu, multiplies_bf16
 from megatoken.hardware.qualify.values import Bound, NotRun, Setting, Value
 from megatoken.hardware.topology import data_caches
@@ -21,7 +23,7 @@ from megatoken.text import count_of
 
 # A chain of instructions each of which needs the result of the one before: its length in cycles is known.
 CHAIN = """
-void chain(long count) {{
+extern "C" void chain(long count) {{
     unsigned long x = 3, y = 5;
     for (long i = 0; i < count; i++) __asm__ volatile({instructions} : "+r"(x) : "r"(y));
 }}
@@ -29,6 +31,11 @@ void chain(long count) {{
 INSTRUCTIONS = {"x86_64": ("imul %1, %0", 3), "aarch64": ("eor %0, %0, %1", 1)}
 """The instruction of the chain and its latency in cycles: imul on Intel since Nehalem and on AMD Zen, eor on ARMv8."""
 LINKS, COMPILE_SECONDS, CHAIN_SECONDS = 64, 20, 1e-3
+
+SMALL_BYTES = 2**24
+"""Of each buffer in a setting that is for a test of the code, not for a measurement."""
+TIMES_CACHES, MEMORY_SHARE = 4, 0.5
+"""A buffer is this many times as large as the caches, but all take at most this share of the available memory."""
 
 OPERATIONS_PER_CYCLE = {
     "fp32": (("avx512f", 64), ("avx2", 32), ("asimd", 32)),
@@ -42,21 +49,13 @@ def clock(setting: Setting) -> Value | NotRun:
     """The clock of one core under light load, from instructions of known latency. Compiles a few lines of C."""
     name, title = "core_clock", "Clock of one core"
     machine = platform.machine()
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
     if machine not in INSTRUCTIONS:
         return NotRun(name, title, f"no instruction of known latency for {machine}", "take an x86-64 or ARMv8 machine")
-    if compiler is None:
-        return NotRun(name, title, "no C++ compiler", "install g++, or name one in CXX")
     instruction, cycles = INSTRUCTIONS[machine]
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "chain.so"
-        source = 'extern "C"' + CHAIN.format(instructions=f'"{instruction}\\n"' * LINKS)
-        command = [compiler, "-x", "c++", "-O1", "-shared", "-fPIC", "-o", str(library), "-"]
-        try:
-            subprocess.run(command, input=source, text=True, check=True, capture_output=True, timeout=COMPILE_SECONDS)
-            chain = ctypes.CDLL(str(library)).chain
-        except (OSError, subprocess.SubprocessError) as error:
-            return NotRun(name, title, f"{compiler} failed ({type(error).__name__})", "install a working g++")
+    library = compiled(CHAIN.format(instructions=f'"{instruction}\\n"' * LINKS), name, title)
+    if isinstance(library, NotRun):
+        return library
+    chain = library.chain
     chain.argtypes, chain.restype = (ctypes.c_long,), None
     count = 1000
     while (seconds := _seconds(chain, count)) < CHAIN_SECONDS:
@@ -64,6 +63,21 @@ def clock(setting: Setting) -> Value | NotRun:
     # Interruptions only make a window longer, so the shortest of a few is the window.
     windows = [min(_seconds(chain, count) for _ in range(20)) for _ in range(setting.windows)]
     return Value(name, title, "GHz", [count * LINKS * cycles / one / 1e9 for one in windows])
+
+
+def compiled(source: str, name: str, title: str) -> ctypes.CDLL | NotRun:
+    """A library of a few lines of C++; why not, for the value or test of this name, where they cannot be compiled."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        return NotRun(name, title, "no C++ compiler", "install g++, or name one in CXX")
+    with tempfile.TemporaryDirectory() as folder:
+        library = str(Path(folder) / "library.so")
+        command = [compiler, "-x", "c++", "-O2", "-march=native", "-shared", "-fPIC", "-o", library, "-"]
+        try:
+            subprocess.run(command, input=source, text=True, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+            return ctypes.CDLL(library)
+        except (OSError, subprocess.SubprocessError) as error:
+            return NotRun(name, title, f"{compiler} failed ({type(error).__name__})", "install a working g++")
 
 
 def peak(dtype: str, threads: int, setting: Setting) -> Bound | None:
@@ -93,6 +107,19 @@ def cores_within_quota() -> int:
     cores: int = facts["usable_cores"]
     quota = facts["quota_cores"]
     return max(1, cores if quota is None else min(cores, round(quota)))
+
+
+def buffer_bytes(setting: Setting, caches: int, buffers: int) -> tuple[int, str]:
+    """Bytes of each of so many buffers, larger than caches of so many bytes; a note if memory is too small for that."""
+    if setting.buffer_bytes <= SMALL_BYTES:
+        return SMALL_BYTES, ""
+    memory = inventory.memory()
+    available = min(memory["available_bytes"], memory["limit_bytes"] or math.inf)
+    size = min(max(setting.buffer_bytes, TIMES_CACHES * caches), int(available * MEMORY_SHARE / buffers))
+    if size >= TIMES_CACHES * caches:
+        return size, ""
+    mebibytes = f"{caches / 2**20:,.0f} MiB: memory had room for {size / 2**20:,.0f} MiB a buffer"
+    return size, f"partly from caches of {mebibytes}"
 
 
 def last_level_cache_bytes() -> int:

@@ -1,0 +1,136 @@
+"""Caches and memory as one core sees them: how fast it reads each, and how long one load takes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from megatoken.hardware.qualify.processor import buffer_bytes, compiled
+from megatoken.hardware.qualify.timing import rates
+from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
+from megatoken.hardware.topology import data_caches
+from megatoken.processes import usable_core_numbers
+
+# Sums of eight numbers at a time, four of them independent, keep up with the loads of every processor.
+SOURCE = """
+typedef unsigned long line __attribute__((vector_size(64)));
+
+extern "C" unsigned long read_lines(const line *lines, long count, long repeats) {
+    line a = {}, b = {}, c = {}, d = {};
+    for (; repeats > 0; repeats--) {
+        for (long i = 0; i < count; i += 4) {
+            a += lines[i];
+            b += lines[i + 1];
+            c += lines[i + 2];
+            d += lines[i + 3];
+        }
+        __asm__ volatile("" ::: "memory");  // so that the compiler reads again what it has read
+    }
+    a += b + c + d;
+    return a[0] + a[1] + a[2] + a[3] + a[4] + a[5] + a[6] + a[7];
+}
+
+extern "C" const void *follow(const void *place, long loads) {
+    for (; loads > 0; loads--) place = *(const void *const *)place;
+    return place;
+}
+"""
+LINE_BYTES, PAGE_BYTES = 64, 4096
+CALL_BYTES, CALL_LOADS = 2**24, 2**14
+"""Of one timed call, which takes a few milliseconds at most."""
+LEVELS = {1: "First", 2: "Second", 3: "Third", 4: "Fourth"}
+PAGES = Path("/proc/self/smaps_rollup")
+HUGE_SHARE = 0.9
+"""The least share of a buffer in huge pages with which misses of the TLB no longer count."""
+
+Lines: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.intp]]
+
+
+def caches(setting: Setting) -> Outcomes:
+    """One core reads half of each cache, and memory: in order, and as loads each of which needs the one before."""
+    library = compiled(SOURCE, "caches", "Caches and latency of memory")
+    if isinstance(library, NotRun):
+        yield library
+        return
+    read, follow = library.read_lines, library.follow
+    read.argtypes, read.restype = (ctypes.c_void_p, ctypes.c_long, ctypes.c_long), ctypes.c_ulong
+    follow.argtypes, follow.restype = (ctypes.c_void_p, ctypes.c_long), ctypes.c_void_p
+    found = data_caches(min(usable_core_numbers()))
+    size, note = buffer_bytes(setting, max((cache.size_bytes for cache in found), default=0), 1)
+    lines = _lines(size)
+    steps = [
+        (f"level{cache.level}", f"{LEVELS[cache.level]}-level cache, {half / 2**10:,.0f} KiB", half, "")
+        for cache in found
+        if (half := cache.size_bytes // 2 // PAGE_BYTES * PAGE_BYTES) <= size
+    ]
+    pages = "in huge pages" if _huge_bytes() > HUGE_SHARE * size else "not all in huge pages: misses of the TLB count"
+    steps.append(("memory", "Memory", size, f"{note}; {pages}" if note else pages))
+    for name, title, step_bytes, its_note in steps:
+        part = lines[: step_bytes // LINE_BYTES]
+        speed = _read_rates(read, part, setting)
+        yield Value(f"{name}_read_one_core", f"{title}: read, one core", "GB/s", speed)
+        late = _load_nanoseconds(follow, part, setting)
+        yield Value(f"{name}_latency", f"{title}: latency of a load", "ns", late, "lower", note=its_note)
+
+
+def _lines(size: int) -> Lines:
+    """Memory in whole lines of a cache; for large arrays NumPy asks for transparent huge pages."""
+    words = LINE_BYTES // np.intp().itemsize
+    memory = np.empty(size // np.intp().itemsize + words, np.intp)
+    first = -memory.ctypes.data % LINE_BYTES // memory.itemsize
+    lines = memory[first : first + size // memory.itemsize].reshape(-1, words)
+    lines.fill(1)
+    return lines
+
+
+def _huge_bytes() -> int:
+    """Of this process's memory, in transparent huge pages; 0 where the kernel does not say."""
+    try:
+        listed = PAGES.read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 2**10 for line in listed.splitlines() if line.startswith("AnonHugePages:"))
+
+
+def _read_rates(read: Callable[[int, int, int], int], lines: Lines, setting: Setting) -> list[float]:
+    """GB/s: a call reads a small buffer many times, or the next part of a large one."""
+    part_bytes = min(lines.nbytes, CALL_BYTES)
+    repeats = CALL_BYTES // part_bytes
+    last = lines.ctypes.data + lines.nbytes - part_bytes
+    parts = cycle(range(lines.ctypes.data, last + 1, part_bytes))
+    seconds = _shortest(lambda: read(next(parts), part_bytes // LINE_BYTES, repeats), setting)
+    return rates(part_bytes * repeats / 1e9, seconds)
+
+
+def _load_nanoseconds(follow: Callable[[int, int], int], lines: Lines, setting: Setting) -> list[float]:
+    """Every line holds the address of another one, and all are one ring in random order."""
+    order = np.random.default_rng(0).permutation(len(lines))
+    addresses = lines.ctypes.data + LINE_BYTES * order
+    lines[order, 0] = np.roll(addresses, -1)
+    place = int(addresses[0])
+
+    def call() -> None:
+        nonlocal place
+        place = follow(place, CALL_LOADS)
+
+    return [1e9 * one / CALL_LOADS for one in _shortest(call, setting)]
+
+
+def _shortest(call: Callable[[], object], setting: Setting) -> list[float]:
+    """Seconds of the shortest call of each window, after a warm-up: interruptions only make a call longer."""
+    windows = []
+    for seconds in (setting.warm_up_seconds, *[setting.seconds / setting.windows] * setting.windows):
+        shortest, end = math.inf, time.perf_counter() + seconds
+        while shortest == math.inf or time.perf_counter() < end:
+            began = time.perf_counter()
+            call()
+            shortest = min(shortest, time.perf_counter() - began)
+        windows.append(shortest)
+    return windows[1:]
