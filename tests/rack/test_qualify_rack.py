@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
-from rack_drivers import RayNodes, environment
+from rack_drivers import PATIENCE_SECONDS, RayNodes, environment
 
 from megatoken.hardware.qualify.fleet import Pair, isolate
 from megatoken.rack.qualify import links_entry
@@ -31,6 +36,28 @@ for line in sys.stdin:
     else:
         answer = actor.send(arguments[0], arguments[1], nonce, 0.4)
     print(json.dumps(answer), flush=True)
+"""
+DRIVER = """
+import json, sys
+import ray
+from megatoken.errors import MegatokenError
+from megatoken.rack import qualify
+
+class Refusing(qualify.NodeActor):
+    def qualify(self, names, full):
+        own = ray.get_runtime_context().get_node_id()
+        if any(node["NodeID"] == own and node["NodeName"] in REFUSING for node in ray.nodes()):
+            raise KeyError("no such sensor")
+        yield from super().qualify(names, full)
+
+address, tests, REFUSING, limit_seconds = json.loads(sys.argv[1])
+qualify.silent_seconds = lambda full: limit_seconds
+qualify.NodeActor = Refusing
+try:
+    *_, document = qualify.qualify_rack(address, tests, full=False, note=print, progress=None)
+except MegatokenError as error:
+    document = {"error": f"{type(error).__name__}: {error}"}
+print(json.dumps(document))
 """
 
 
@@ -139,3 +166,85 @@ def test_every_node_of_a_ray_cluster_is_tested_and_their_network(cluster: RayNod
     assert rate["name"] == "link_rate" and rate["median"] > 0.01
     assert [value["median"] for value in counts] == [0, 0]
     assert document["complete"]
+
+
+def process_of(node: str, driver: subprocess.Popen[str], cluster: RayNodes) -> psutil.Process:
+    """The process that tests a node of the cluster, once it does; only the head's raylet has ``alpha``'s resource."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        assert driver.poll() is None, driver.communicate()
+        for process in psutil.Process(cluster.process_id).children(recursive=True):
+            words = " ".join(process.cmdline())
+            if "qualify" in words and words.startswith("ray::") and process.children():
+                is_alpha = "__internal_head__" in " ".join(process.parent().cmdline())  # type: ignore[union-attr]
+                if is_alpha == (node == "alpha"):
+                    return process
+        time.sleep(0.05)
+    raise AssertionError(f"no process tests {node}")
+
+
+def qualified(
+    cluster: RayNodes,
+    tests: Sequence[str],
+    *,
+    refusing: Sequence[str] = (),
+    limit_seconds: float = PATIENCE_SECONDS,
+    sent: tuple[str, signal.Signals] | None = None,
+) -> dict[str, Any]:
+    """The last document. ``refusing``: nodes that raise. ``sent``: to a node while it tests."""
+    argument = json.dumps([cluster.address, tests, refusing, limit_seconds])
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, argument],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(cluster.folder),
+    ) as driver:
+        try:
+            if sent is not None:
+                process = process_of(sent[0], driver, cluster)
+                process.send_signal(sent[1])
+            output, messages = driver.communicate(timeout=PATIENCE_SECONDS)
+        finally:
+            driver.kill()
+            if sent is not None:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+    assert output, messages
+    document: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return document
+
+
+@pytest.mark.parametrize(
+    ("node", "other", "number", "fault"),
+    [
+        ("beta", "alpha", signal.SIGKILL, "its process ended during the tests (ActorDiedError)"),
+        ("alpha", "beta", signal.SIGSTOP, "did not answer for 35 s during the tests"),
+    ],
+)
+def test_a_node_that_is_lost_during_the_tests_fails_and_the_other_keeps_its_values(
+    node: str, other: str, number: signal.Signals, fault: str, cluster: RayNodes
+) -> None:
+    document = qualified(cluster, ["memory"], sent=(node, number), limit_seconds=35.0)
+    tests = {test["title"].partition(",")[0]: test for test in document["tests"]}
+    lost = tests[f"Tests of node {node}"]
+    assert (lost["verdict"], lost["fault"]) == ("FAIL", fault)
+    assert document["answer"][0].startswith(f"1 fault found: Tests of node {node} ({fault})")
+    assert other in document["parts"]["names"] and document["complete"]
+    assert tests["Memory"]["values"][0]["median"] > 0
+    assert tests["Network between nodes"]["verdict"] == "NOT RUN"  # one node is left
+
+
+def test_a_node_whose_tests_cannot_begin_did_not_run(cluster: RayNodes) -> None:
+    document = qualified(cluster, ["facts"], refusing=["beta"])
+    (refused,) = [test for test in document["tests"] if test["name"] == "node@beta"]
+    assert (refused["verdict"], refused["fault"]) == ("NOT RUN", None)
+    assert "no such sensor" in refused["values"][0]["reason"]
+    assert document["parts"]["names"] == ["alpha"]
+    (links,) = [test for test in document["tests"] if test["name"] == "links"]
+    assert links["values"][0]["median"] > 0.01  # its process still answers
+
+
+def test_a_reason_that_all_nodes_give_is_an_error_of_the_user(cluster: RayNodes) -> None:
+    document = qualified(cluster, ["fact"])
+    assert document["error"].startswith("UsageError: alpha: --tests fact: unknown test; did you mean facts?")

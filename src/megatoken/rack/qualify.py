@@ -9,15 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from megatoken.errors import MegatokenError, UsageError
-from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, HardwareTest, choose, device_here
+from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, SETTINGS, TESTS, HardwareTest, choose, device_here
 from megatoken.hardware.qualify.fleet import Isolated, Pair, isolate
-from megatoken.hardware.qualify.parts import gpus_here, joined, qualify_gpus
+from megatoken.hardware.qualify.parts import MARK, gpus_here, joined, qualify_gpus
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import qualify, test_entry
-from megatoken.hardware.qualify.values import Value
+from megatoken.hardware.qualify.values import NotRun, Outcome, Value
 from megatoken.rack.cluster import Cluster
 
 LINKS = HardwareTest("links", "Network between nodes", "")
@@ -25,24 +26,35 @@ LINK_SECONDS = 1.0
 CHUNK_BYTES = 2**20
 NONCE_BYTES = 16
 ANSWER_SECONDS = 30.0
+START_SECONDS = 120.0
+"""For a node to start the process of its tests and to load PyTorch, which may come from a slow disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why the tests of a node did not end."""
+
+    reason: str
+    is_fault: bool  # of the node, so that it fails; else its tests could not begin, and did not run
 
 
 class NodeActor:
     """The process on a node that tests it, and the ends of its connections. Answers are JSON text."""
 
-    def qualify(self, names: Sequence[str], full: bool) -> str:  # Ray passes arguments by position
-        """Test this node: its processor, or every GPU at the same time."""
+    def qualify(self, names: Sequence[str], full: bool) -> Iterator[str]:  # Ray passes arguments by position
+        """Test this node, its processor or every GPU at the same time, and yield its document after each test."""
         try:
             device = device_here()
             tests, setting = choose(TESTS[device], names, full=full), SETTINGS[device][full]
             gpus = gpus_here() if device == "gpu" else []
             if len(gpus) > 1:
-                *_, document = qualify_gpus(tests, setting, device, gpus, together=True, full=full)
+                documents = qualify_gpus(tests, setting, device, gpus, together=True, full=full)
             else:
-                *_, document = qualify(tests, setting, device, full=full)
+                documents = qualify(tests, setting, device, full=full)
+            for document in documents:
+                yield json.dumps(document)
         except MegatokenError as error:
-            return json.dumps({"error": str(error)})
-        return json.dumps(document)
+            yield json.dumps({"error": str(error)})
 
     def listen(self, host: str, nonce: bytes) -> int:
         """Wait in a thread for one sender that knows ``nonce``, and drop what it sends; returns the port."""
@@ -87,11 +99,14 @@ def qualify_rack(
 ) -> Iterator[dict[str, Any]]:
     """Test every node of a Ray cluster, then its network; yields the document of all nodes after each node's end.
 
+    A node that is lost during its tests is named and fails; one whose tests could not begin did not run. The values of
+    all tests that ended count, and the network is measured between the other nodes.
+
     ``address``: as for ``Cluster``. ``names``: of tests; none: the set. ``progress``: nodes that have ended, all nodes.
 
     Raises:
-        UsageError: the cluster cannot be used.
-        MegatokenError: a node ended before its tests did.
+        UsageError: the cluster cannot be used, or every node gave this reason why it tests nothing.
+        MegatokenError: no test of any node ended.
     """
     cluster = Cluster(address, note)
     try:
@@ -100,33 +115,100 @@ def qualify_rack(
         nodes = {node.name: node for node in cluster.nodes()}
         actors = {name: cluster.start_unplaced(NodeActor, node) for name, node in nodes.items()}
         began = time.monotonic()
-        waiting = {actor.qualify.remote(list(names), full): name for name, actor in actors.items()}
+        streams = {actor.qualify.remote(list(names), full): name for name, actor in actors.items()}
         documents: dict[str, dict[str, Any]] = {}
-        while waiting:
+        problems: dict[str, Problem] = {}
+
+        def all_of_them(links: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+            ordered = {name: documents[name] for name in nodes if name in documents}
+            more = [_problem_entry(name, problems[name]) for name in nodes if name in problems]
+            seconds = time.monotonic() - began
+            return joined(ordered, "node", expected=len(ordered), seconds=seconds, more=[*more, *links])
+
+        if progress:
+            progress(0, len(nodes))
+        for number, (name, document, problem) in enumerate(_ends(ray, streams, silent_seconds(full)), 1):
             if progress:
-                progress(len(documents), len(nodes))
-            (ready, *_), _ = ray.wait(list(waiting), num_returns=1)
-            name = waiting.pop(ready)
-            try:
-                document = json.loads(ray.get(ready))
-            except Exception as error:
-                raise MegatokenError(f"{name}: its process ended during the tests ({type(error).__name__})") from None
-            if "error" in document:
-                raise UsageError(f"{name}: {document['error']}")
-            documents[name] = document
-            ordered = {one: documents[one] for one in nodes if one in documents}
-            complete = joined(ordered, "node", expected=len(nodes), seconds=time.monotonic() - began)
-            yield complete | {"complete": False}
+                progress(number, len(nodes))
+            if problem is not None:
+                problems[name] = problem
+            if document is not None:
+                documents[name] = document | {"complete": True}  # nothing more comes of it
+            if documents:
+                yield all_of_them() | {"complete": False}
+        if not documents:
+            raise _nothing({name: problems[name] for name in nodes})
 
         def measure(pairs: Sequence[Pair]) -> Mapping[Pair, float | None]:
             return _measured(ray, actors, {name: node.address for name, node in nodes.items()}, pairs)
 
-        entry = links_entry(isolate(list(nodes), measure), len(nodes))
-        seconds = time.monotonic() - began
-        ordered = {name: documents[name] for name in nodes}
-        yield joined(ordered, "node", expected=len(nodes), seconds=seconds, more=[entry])
+        rest = [name for name in nodes if name not in problems or not problems[name].is_fault]
+        yield all_of_them([links_entry(isolate(rest, measure), len(rest))])
     finally:
         cluster.close()
+
+
+def silent_seconds(full: bool) -> float:
+    """The longest that a healthy node can be silent: its longest test, or the start."""
+    longest = max(test.limit_seconds for tests in TESTS.values() for test in tests)
+    return START_SECONDS + longest * (FULL_LIMIT_FACTOR if full else 1)
+
+
+def _ends(
+    ray: Any, streams: Mapping[Any, str], limit_seconds: float
+) -> Iterator[tuple[str, dict[str, Any] | None, Problem | None]]:
+    """Each node when its tests have ended: its name, its last document, and what went wrong.
+
+    ``streams``: what Ray returns for each node's ``qualify``. ``limit_seconds``: after which a node that has sent
+    nothing is given up.
+    """
+    last: dict[str, dict[str, Any]] = {}
+    heard = dict.fromkeys(streams.values(), time.monotonic())
+    waiting = dict(streams)
+    while waiting:
+        until = min(heard[name] for name in waiting.values()) + limit_seconds
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        now = time.monotonic()
+        for stream in ready or [one for one, name in waiting.items() if heard[name] + limit_seconds <= now]:
+            name = waiting[stream]
+            problem: Problem | None = None
+            try:
+                if not ready:
+                    raise ray.exceptions.GetTimeoutError
+                document = json.loads(ray.get(next(stream), timeout=limit_seconds))
+                if "error" not in document:
+                    last[name], heard[name] = document, now
+                    continue
+                problem = Problem(document["error"], is_fault=False)
+            except StopIteration:
+                pass
+            except ray.exceptions.GetTimeoutError:
+                problem = Problem(f"did not answer for {limit_seconds:.0f} s during the tests", is_fault=True)
+            except ray.exceptions.RayTaskError as error:
+                reason = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
+                problem = Problem(reason, is_fault=False)
+            except ray.exceptions.RayError as error:
+                reason = f"its process ended during the tests ({type(error).__name__})"
+                problem = Problem(reason, is_fault=True)
+            del waiting[stream]
+            yield name, last.get(name), problem
+
+
+def _problem_entry(name: str, problem: Problem) -> dict[str, Any]:
+    """The test of a document that names a node whose tests did not end."""
+    test = HardwareTest(f"node{MARK}{name}", f"Tests of node {name}", "")
+    if problem.is_fault:
+        return test_entry(test, [Ended((), 0.0, problem.reason)], "", {}, 0.0)
+    not_run = NotRun(test.name, test.title, problem.reason, "run megatoken qualify on that node")
+    return test_entry(test, [Ended((Returned(not_run, None),), 0.0, None)], "", {}, 0.0)
+
+
+def _nothing(problems: Mapping[str, Problem]) -> MegatokenError:
+    """Why no node has a test that ended: the reason that all nodes give, or that of each."""
+    (first, problem), *others = problems.items()
+    if all(one == problem for _, one in others):
+        return (MegatokenError if problem.is_fault else UsageError)(f"{first}: {problem.reason}")
+    return MegatokenError("; ".join(f"{name}: {one.reason}" for name, one in problems.items()))
 
 
 def _measured(
@@ -153,12 +235,14 @@ def _measured(
 
 def links_entry(found: Isolated, nodes: int) -> dict[str, Any]:
     """The test ``links`` of a document: rates of all pairs, and the bad nodes and links by name."""
-    outcomes: list[Value] = []
+    outcomes: list[Outcome] = []
     working = [rate for rate in found.rates.values() if rate is not None]
     if working:
         title = f"One TCP stream between nodes, {len(found.rates)} pairs"
         outcomes.append(Value("link_rate", title, "GB/s", working, note=f"slow below {found.limit or 0:.3g} GB/s"))
-    if nodes > 1:
+    if nodes < 2:
+        outcomes.append(NotRun(LINKS.name, LINKS.title, "fewer than two nodes are left", "add nodes to the cluster"))
+    else:
         slow = [*found.bad_nodes, *found.undecided]
         outcomes.append(
             Value("bad_nodes", "Nodes with a slow network", "nodes", [len(slow)], "zero", note=", ".join(slow))
