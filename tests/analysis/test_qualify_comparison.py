@@ -24,6 +24,7 @@ OURS = {
     "copy_to_gpu": (55.5, "GB/s"),
     "disk_sequential_read": (2500.0, "MB/s"),
     "disk_random_read_32": (50_000.0, "reads/s"),
+    "disk_random_write_32": (40_000.0, "writes/s"),
     "all_reduce_1073741824": (354.0, "GB/s"),
     "layer_products_fp8_llama3.1-8b_1536": (1000.0, "TFLOP/s"),
 }
@@ -83,6 +84,13 @@ def test_units_are_converted_and_others_refused() -> None:
         with pytest.raises(UsageError):
             converted(1, unit, wanted)
     assert counterpart_of("gemm_cublaslt", {"dtype": "FP4", "m": "8", "n": "8", "k": "8"}).name is None
+
+
+def test_random_writes_of_a_table_have_ours_of_the_same_blocks() -> None:
+    ours = counterpart_of("fio", {"pattern": "random_write", "block_size": "4k"}).name
+    assert ours is not None
+    rate, unit = OURS[ours]
+    assert converted(rate, unit, "GB/s") == pytest.approx(0.16384)
 
 
 def test_the_command_compares_a_stored_qualification(tmp_path: Path) -> None:

@@ -30,9 +30,10 @@ UNITS = {
     "GB/s": ("bytes/s", 1e9),
     "MB/s": ("bytes/s", 1e6),
     "reads/s": ("bytes/s", 4096.0),
+    "writes/s": ("bytes/s", 4096.0),
     "tokens/s": ("tokens/s", 1.0),
 }
-"""What a unit measures, and how much of it is one. Our random reads are of 4 KiB."""
+"""What a unit measures, and how much of it is one. Our random reads and writes are of 4 KiB."""
 FORMATS = {"FP8": "fp8", "FP16": "bf16", "BF16": "bf16", "FP32": "fp32"}
 SAME_RATE = {"FP16": "bf16 has the same rate as fp16"}
 STREAM = {"copy": "copy", "mul": "copy", "add": "triad", "triad": "triad", "dot": "read"}
@@ -42,6 +43,7 @@ DISK = {
     "sequential_read": ("disk_sequential_read", "1M"),
     "sequential_write": ("disk_sequential_write", "1M"),
     "random_read": ("disk_random_read_32", "4k"),
+    "random_write": ("disk_random_write_32", "4k"),
 }
 MODELS = {"llama3.1-8b": "llama3.1-8b", "llama3-8b": "llama3.1-8b", "llama2-70b": "llama2-70b"}
 MOST_REQUESTS = 1000
@@ -131,7 +133,7 @@ def counterpart_of(benchmark: str, parameters: Mapping[str, str]) -> Counterpart
         name, block = DISK.get(parameters.get("pattern", ""), (None, ""))
         size = parameters.get("block_size", "")
         if name is None:
-            return Counterpart(None, "qualify writes at random places nowhere")
+            return Counterpart(None, "qualify has no such pattern of a disk")
         if size != block:
             return Counterpart(None, f"blocks of {size}; ours are of {block}")
         return Counterpart(name)

@@ -18,7 +18,6 @@ from megatoken.hardware.qualify.timing import call_seconds
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
 
 SLEEP_SECONDS = 1e-3
-TITLE = "Disk"
 BLOCK, SMALL = 2**20, 4096
 QUEUE_DEPTHS = (1, 32)
 FREE_SHARE = 4
@@ -73,39 +72,47 @@ def _microseconds(seconds: list[float]) -> list[float]:
 
 
 def disk(setting: Setting) -> Outcomes:
-    """Writes and reads one file that has no name, so that nothing stays behind."""
+    """Writes and reads of whole blocks in order, and random reads."""
+    yield from _on_a_file("disk", "Disk", _reads, setting)
+
+
+def disk_writes(setting: Setting) -> Outcomes:
+    """Random writes without a flush after each, as fio does them by default: a disk may have them in its cache."""
+    yield from _on_a_file("disk_writes", "Random writes to the disk", _writes, setting)
+
+
+def _on_a_file(name: str, title: str, measure: Callable[[int, Setting], Outcomes], setting: Setting) -> Outcomes:
+    """Open a file without the system's cache. It has no name, so that nothing stays behind."""
     folder = setting.folder
     try:
         if shutil.disk_usage(folder).free < FREE_SHARE * setting.file_bytes:
             need = FREE_SHARE * setting.file_bytes / 2**30
-            yield NotRun(
-                "disk", TITLE, f"less than {need:.1f} GiB is free in {folder}", f"free some, or {OTHER_FOLDER}"
-            )
+            yield NotRun(name, title, f"less than {need:.1f} GiB is free in {folder}", f"free some, or {OTHER_FOLDER}")
             return
         named, path = tempfile.mkstemp(prefix=".megatoken-qualify-", dir=folder)
     except OSError as error:
-        yield NotRun("disk", TITLE, f"{folder}: {error.strerror}", OTHER_FOLDER)
+        yield NotRun(name, title, f"{folder}: {error.strerror}", OTHER_FOLDER)
         return
     try:
         file = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
     except OSError as error:
-        yield NotRun("disk", TITLE, f"the file system of {folder} has no O_DIRECT ({error.strerror})", OTHER_FOLDER)
+        yield NotRun(name, title, f"the file system of {folder} has no O_DIRECT ({error.strerror})", OTHER_FOLDER)
         return
     finally:
         os.unlink(path)  # noqa: PTH108 # a path as mkstemp gives it
         os.close(named)
     try:
-        yield from _measured(file, setting)
+        yield from measure(file, setting)
     except OSError as error:
-        yield NotRun("disk", TITLE, f"{folder}: {error.strerror}", f"free some space, or {OTHER_FOLDER}")
+        yield NotRun(name, title, f"{folder}: {error.strerror}", f"free some space, or {OTHER_FOLDER}")
     finally:
         os.close(file)
 
 
-def _measured(file: int, setting: Setting) -> Outcomes:
+def _reads(file: int, setting: Setting) -> Outcomes:
+    """Fill the file and read it, then read it at random places."""
     blocks = setting.file_bytes // BLOCK
-    with mmap.mmap(-1, BLOCK) as buffer:  # O_DIRECT needs aligned memory, and pages are
-        buffer.write(random.Random(0).randbytes(BLOCK))
+    with _filled(BLOCK) as buffer:
 
         def write(block: int) -> None:
             os.pwritev(file, [buffer], block * BLOCK)
@@ -118,7 +125,24 @@ def _measured(file: int, setting: Setting) -> Outcomes:
             title = f"Disk, sequential {name} of 1 MiB"
             yield Value(f"disk_sequential_{name}", title, "MB/s", [BLOCK / 1e6 * each for each in rate])
     for depth in QUEUE_DEPTHS:
-        yield from _random_reads(file, depth, setting)
+        yield _at_random("read", os.preadv, file, depth, setting)
+
+
+def _writes(file: int, setting: Setting) -> Outcomes:
+    """Fill the file, so that the file system need not find new blocks, then write at random places."""
+    with _filled(BLOCK) as buffer:
+        for block in range(setting.file_bytes // BLOCK):
+            os.pwritev(file, [buffer], block * BLOCK)
+    os.fsync(file)
+    for depth in QUEUE_DEPTHS:
+        yield _at_random("write", os.pwritev, file, depth, setting)
+
+
+def _filled(size: int) -> mmap.mmap:
+    """Memory with random bytes, which no disk compresses; O_DIRECT needs it aligned, and pages are."""
+    buffer = mmap.mmap(-1, size)
+    buffer[:] = random.Random(0).randbytes(size)
+    return buffer
 
 
 def _windows(one: Callable[[int], None], count: int, setting: Setting, flush: Callable[[], None]) -> list[float]:
@@ -136,28 +160,30 @@ def _windows(one: Callable[[int], None], count: int, setting: Setting, flush: Ca
     return rates
 
 
-def _random_reads(file: int, depth: int, setting: Setting) -> Outcomes:
-    """Reads of 4 KiB at random places by ``depth`` threads, which wait for the disk without Python's lock."""
+def _at_random(
+    kind: str, one: Callable[[int, list[mmap.mmap], int], int], file: int, depth: int, setting: Setting
+) -> Value:
+    """Reads or writes of 4 KiB at random places by ``depth`` threads, which wait for the disk without Python's lock."""
     places = setting.file_bytes // SMALL
     seconds_each = setting.seconds / setting.windows
     waits: list[float] = []
 
-    def reader(seed: int) -> int:
-        draw, reads = random.Random(seed), 0
+    def thread(seed: int) -> int:
+        draw, calls = random.Random(seed), 0
         end = time.perf_counter() + seconds_each
-        with mmap.mmap(-1, SMALL) as buffer:
-            while (began := time.perf_counter()) < end or not reads:
-                os.preadv(file, [buffer], draw.randrange(places) * SMALL)
+        with _filled(SMALL) as buffer:
+            while (began := time.perf_counter()) < end or not calls:
+                one(file, [buffer], draw.randrange(places) * SMALL)
                 waits.append(time.perf_counter() - began)
-                reads += 1
-        return reads
+                calls += 1
+        return calls
 
     rates = []
     with ThreadPoolExecutor(depth) as pool:
         for window in range(setting.windows):
             began = time.perf_counter()
-            reads = sum(pool.map(reader, range(window * depth, (window + 1) * depth)))
-            rates.append(reads / (time.perf_counter() - began))
-    title = f"Disk, random reads of 4 KiB, {depth} at once"
+            calls = sum(pool.map(thread, range(window * depth, (window + 1) * depth)))
+            rates.append(calls / (time.perf_counter() - began))
+    title = f"Disk, random {kind}s of 4 KiB, {depth} at once"
     slowest = 1e3 * sorted(waits)[round(0.99 * (len(waits) - 1))]
-    yield Value(f"disk_random_read_{depth}", title, "reads/s", rates, note=f"99th percentile {slowest:.2f} ms")
+    return Value(f"disk_random_{kind}_{depth}", title, f"{kind}s/s", rates, note=f"99th percentile {slowest:.2f} ms")

@@ -1,0 +1,48 @@
+"""Tests of the host: the disk."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from megatoken.hardware.qualify import host_tests
+from megatoken.hardware.qualify.catalog import TESTS, choose
+from megatoken.hardware.qualify.host_tests import disk_writes
+from megatoken.hardware.qualify.values import NotRun
+
+
+def test_random_writes_are_of_4_kib_within_the_file(tiny, monkeypatch):
+    places = []
+
+    def record(file: int, buffers: list, place: int) -> int:
+        places.append((len(buffers[0]), place))
+        return write(file, buffers, place)
+
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", record)
+    found = list(disk_writes(tiny))
+    if isinstance(found[0], NotRun):
+        pytest.skip(found[0].reason)
+    assert [(one.name, one.unit, len(one.windows)) for one in found] == [
+        (f"disk_random_write_{depth}", "writes/s", tiny.windows) for depth in (1, 32)
+    ]
+    assert all(one.median > 0 and one.note.startswith("99th percentile ") for one in found)
+    blocks = tiny.file_bytes // host_tests.BLOCK
+    assert places[:blocks] == [(host_tests.BLOCK, block * host_tests.BLOCK) for block in range(blocks)]
+    written = places[blocks:]
+    assert {size for size, _ in written} == {4096}
+    assert all(place % 4096 == 0 and place + 4096 <= tiny.file_bytes for _, place in written)
+    assert len({place for _, place in written}) > 32
+    assert list(tiny.folder.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_named_by_the_test(tiny):
+    (found,) = disk_writes(replace(tiny, folder=tiny.folder / "missing"))
+    assert (found.name, found.title) == ("disk_writes", "Random writes to the disk")
+    assert "missing" in found.reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_random_writes_are_of_the_full_set_alone(device):
+    names = [[test.name for test in choose(TESTS[device], [], full=full)] for full in (False, True)]
+    assert ["disk_writes" in of_set for of_set in names] == [False, True]
