@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatoken.hardware import inventory
-from megatoken.hardware.qualify import cpu_memory, cpu_tests, processor
+from megatoken.hardware.qualify import catalog, cpu_memory, cpu_tests, processor
 from megatoken.hardware.qualify.catalog import CPU_QUICK, TESTS, choose
-from megatoken.hardware.qualify.cpu_memory import caches
+from megatoken.hardware.qualify.cpu_memory import caches, nodes
 from megatoken.hardware.qualify.cpu_tests import memory
 from megatoken.hardware.qualify.values import NotRun
 from megatoken.hardware.topology import Cache
@@ -105,3 +105,42 @@ def test_caches_need_a_compiler(compiler, reason, tiny, monkeypatch):
 def test_caches_are_of_the_full_set_alone():
     names = [[test.name for test in choose(TESTS["cpu"], [], full=full)] for full in (False, True)]
     assert ["caches" in of_set for of_set in names] == [False, True]
+
+
+def test_each_node_copies_memory_that_each_node_has_touched(tiny, monkeypatch):
+    """Two nodes of one core each, as far as this machine has two."""
+    cores = sorted(os.sched_getaffinity(0))
+    found = {0: cores[:1], 3: cores[-1:]}
+    seen = []
+
+    def on_cores(real):
+        def wrapped(*arguments):
+            seen.append((real.__name__, sorted(os.sched_getaffinity(0))))
+            return real(*arguments)
+
+        return wrapped
+
+    monkeypatch.setattr(cpu_memory, "numa_nodes", lambda: found)
+    for real in (cpu_memory._lines, cpu_memory.call_seconds):
+        monkeypatch.setattr(cpu_memory, real.__name__, on_cores(real))
+    values = list(nodes(tiny))
+    pairs = [(to, source) for to in found for source in found]
+    assert [value.title for value in values] == [
+        f"Copy from memory of node {source} to node {to}, one core" for to, source in pairs
+    ]
+    assert len({value.name for value in values}) == 4
+    assert all(value.unit == "GB/s" and value.median > 0.1 for value in values)
+    assert [where for what, where in seen if what == "call_seconds"] == [found[to] for to, _ in pairs]
+    assert [where for what, where in seen if what == "_lines"] == [
+        where for to in found for where in (found[to], *found.values())
+    ]
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_copies_between_nodes_are_of_machines_with_several(count, tiny, monkeypatch):
+    of_machine = {node: [0] for node in range(count)}
+    for module in (catalog, cpu_memory):
+        monkeypatch.setattr(module, "numa_nodes", lambda: of_machine)
+    assert ("nodes" in [test.name for test in choose(TESTS["cpu"], [], full=True)]) is (count > 1)
+    assert isinstance(next(nodes(tiny)), NotRun) is (count == 1)

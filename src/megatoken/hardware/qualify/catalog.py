@@ -39,6 +39,7 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("facts", "Facts of the machine", f"{HERE}.facts:on_cpu", twice=True),
         HardwareTest("memory", "Memory", f"{HERE}.cpu_tests:memory", twice=True),
         HardwareTest("caches", "Caches and latency of memory", f"{HERE}.cpu_memory:caches", quick=False),
+        HardwareTest("nodes", "Copies between NUMA nodes", f"{HERE}.cpu_memory:nodes", quick=False, nodes=True),
         HardwareTest("gemm", "Matrix products", f"{HERE}.cpu_tests:gemm", twice=True),
         HardwareTest("layers", "Products of the engine's layers", f"{HERE}.cpu_tests:layer_products", twice=True),
         HardwareTest("exact", "Exact arithmetic and memory", f"{HERE}.exact:on_cpu"),

@@ -1,11 +1,15 @@
-"""Caches and memory as one core sees them: how fast it reads each, and how long one load takes."""
+"""Caches and memory as one core sees them: the rate and latency of each, and copies between NUMA nodes."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import TypeAlias
@@ -13,9 +17,9 @@ from typing import TypeAlias
 import numpy as np
 
 from megatoken.hardware.qualify.processor import buffer_bytes, compiled
-from megatoken.hardware.qualify.timing import rates
+from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
-from megatoken.hardware.topology import data_caches
+from megatoken.hardware.topology import data_caches, numa_nodes
 from megatoken.processes import usable_core_numbers
 
 # Sums of eight numbers at a time, four of them independent, keep up with the loads of every processor.
@@ -78,6 +82,48 @@ def caches(setting: Setting) -> Outcomes:
         yield Value(f"{name}_read_one_core", f"{title}: read, one core", "GB/s", speed)
         late = _load_nanoseconds(follow, part, setting)
         yield Value(f"{name}_latency", f"{title}: latency of a load", "ns", late, "lower", note=its_note)
+
+
+def nodes(setting: Setting) -> Outcomes:
+    """One core of each NUMA node copies memory that a thread on each node has touched first; bytes count once.
+
+    The memory of each copy is new, because the kernel may move what the cores of another node use often.
+    """
+    found = numa_nodes()
+    if len(found) < 2:
+        reason, enable = "the usable cores are of one NUMA node", "take a machine, or cores, of several"
+        yield NotRun("nodes", "Copies between NUMA nodes", reason, enable)
+        return
+    last_levels = [cache.size_bytes for cores in found.values() for cache in data_caches(cores[0])[-1:]]
+    size, note = buffer_bytes(setting, max(last_levels, default=0), 2)
+    shorter = replace(
+        setting, seconds=setting.seconds / len(found), warm_up_seconds=setting.warm_up_seconds / len(found)
+    )
+    with ExitStack() as stack:
+        on = {
+            node: stack.enter_context(ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, cores)))
+            for node, cores in found.items()
+        }
+        for to in found:
+            target = on[to].submit(_lines, size).result()
+            for source in found:
+                copy = _copy_of_parts(target, on[source].submit(_lines, size).result())
+                speed = rates(CALL_BYTES / 1e9, on[to].submit(call_seconds, copy, shorter).result())
+                del copy  # and its memory, before the next
+                title = f"Copy from memory of node {source} to node {to}, one core"
+                yield Value(f"copy_node{source}_to_node{to}", title, "GB/s", speed, note=note)
+
+
+def _copy_of_parts(target: Lines, memory: Lines) -> Callable[[], None]:
+    """A function each of whose calls copies the next part, so that a call is short and none has its part in a cache."""
+    count = CALL_BYTES // LINE_BYTES
+    parts = cycle(range(0, len(memory) - count + 1, count))
+
+    def copy() -> None:
+        first = next(parts)
+        np.copyto(target[first : first + count], memory[first : first + count])
+
+    return copy
 
 
 def _lines(size: int) -> Lines:
