@@ -33,12 +33,15 @@ CPU_VALUES = {
 
 
 def document(device: str, values: dict[str, float]) -> dict[str, Any]:
+    common = {"verdict": "NO REFERENCE"}
+    measured = [common | {"name": name, "median": one, "windows": [one] * 3} for name, one in values.items()]
     return {
         "kind": "qualify",
         "schema_version": 1,
         "device": device,
         "machine": {"memory": {"available_bytes": 8 * 2**30}},
-        "tests": [{"values": [{"name": name, "median": one, "windows": [one] * 3} for name, one in values.items()]}],
+        "verdict": "NO REFERENCE",
+        "tests": [{"verdict": "NO REFERENCE", "values": measured}],
     }
 
 
@@ -131,24 +134,30 @@ TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
         ({"tests": {}}, "tests is not a list"),
         ({"tests": [{}]}, "tests[0]: values is not a list"),
         ({"machine": None}, "machine is not an object"),
-        ({"median": "9"}, "tests[0]: values[0]: median is not a number"),
-        ({"median": -1.0}, "tests[0]: values[0]: median is -1.0, which no speed is"),
-        ({"median": 0}, "tests[0]: values[0]: median is 0, which no speed is"),
-        ({"windows": None}, "tests[0]: values[0]: windows is not a list"),
+        ({"value": {"median": "9"}}, "tests[0]: values[0]: median is not a number"),
+        ({"value": {"median": -1.0}}, "tests[0]: values[0]: median is -1.0, which no speed is"),
+        ({"value": {"median": 0}}, "tests[0]: values[0]: median is 0, which no speed is"),
+        ({"value": {"windows": None}}, "tests[0]: values[0]: windows is not a list"),
+        ({"value": {"verdict": "FINE"}}, "tests[0]: values[0]: verdict is none of NO REFERENCE, PASS, "),
+        ({"value": {"verdict": "FAIL"}}, "tests[0]: verdict is 'PASS', but its values give FAIL"),
+        ({"value": {"verdict": "NOT RUN", "name": "kernels"}}, "verdict is 'PASS', but its values give NOT RUN"),
+        ({"test": {"fault": "it crashed"}}, "tests[0]: verdict is 'PASS', but its values give FAIL"),
+        ({"test": {"verdict": None}}, "tests[0]: verdict is None, but its values give PASS"),
+        ({"verdict": "NO REFERENCE"}, "verdict is 'NO REFERENCE', but its tests give PASS"),
     ],
 )
 def test_every_command_names_the_damage_of_a_file_in_one_line(
     command: str, damage: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    of_value = {name: one for name, one in damage.items() if name in ("median", "windows")}
-    of_file = {name: one for name, one in damage.items() if name not in of_value}
-    tests = [TEST | {"values": [VALUE | {"median": 2.0, "windows": [2.0]} | of_value]}]
+    of_value, of_test = damage.get("value", {}), damage.get("test", {})
+    of_file = {"verdict": "PASS"} | {name: one for name, one in damage.items() if name not in ("value", "test")}
+    tests = [TEST | {"values": [VALUE | {"median": 2.0, "windows": [2.0]} | of_value]} | of_test]
     file = tmp_path / "damaged.json"
     file.write_text(json.dumps(document("A processor, 2 cores", {}) | {"tests": tests} | of_file))
     start = ["qualify", "--tests", "facts", "--baseline"] if command == "baseline" else command.split()
     code, out, err = call_here(*start, file, "--out", tmp_path / "new")
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert f"damaged.json: {words}" in err
+    assert "damaged.json: " in err and words in err
     assert "repeat megatoken qualify" in err
 
 

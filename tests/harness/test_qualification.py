@@ -12,6 +12,7 @@ import pytest
 
 from cli_support import call_here
 from megatoken.analysis.summary import utilisation
+from megatoken.hardware.qualify.judge import overall
 from megatoken.hardware.qualify.shapes import CPU_TOKENS
 from megatoken.harness import qualification
 from megatoken.runs.run import read_run
@@ -40,7 +41,8 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def extended(*arguments: Any, **more: Any) -> Iterator[dict[str, Any]]:
         for document in real(*arguments, **more):
-            yield document | {"tests": [*document["tests"], {"name": "known", "values": known}]}
+            tests = [*document["tests"], {"name": "known", "verdict": "PASS", "values": known}]
+            yield document | {"tests": tests, "verdict": overall(tests)}
 
     monkeypatch.setattr(qualification, "SETTINGS", {"cpu": (small, small)})
     monkeypatch.setattr(qualification, "TESTS", {"cpu": tests})

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 
 from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
-from megatoken.hardware.qualify.judge import Verdict, answer, is_noisy, judge, overall, spread_between_runs, tolerance
-from megatoken.hardware.qualify.references import Band, Earlier, _published, band, read_baseline
+from megatoken.hardware.qualify.judge import (
+    Band,
+    Earlier,
+    Verdict,
+    answer,
+    is_noisy,
+    judge,
+    overall,
+    spread_between_runs,
+    tolerance,
+)
+from megatoken.hardware.qualify.references import _published, band, read_baseline
 from megatoken.hardware.qualify.session import chosen_gpu, power_cap
 from megatoken.hardware.qualify.values import Bound, NotRun, Value
 from megatoken.hardware.specification import part_name
@@ -159,11 +169,11 @@ def test_a_noisy_value_fails_if_its_fastest_window_is_far_behind_the_slowest_of_
 
 def test_the_slowest_window_of_a_baseline_is_the_longest_time_or_the_lowest_rate(tmp_path: Path) -> None:
     path = tmp_path / "qualify.json"
-    common = {"title": "Rate", "unit": "GB/s", "median": 2.0, "spread": 0.1}
+    common = {"title": "Rate", "unit": "GB/s", "median": 2.0, "spread": 0.1, "verdict": "NO REFERENCE"}
     windows = {"higher": [3.0, 1.0, 2.0], "lower": [2.0, 3.0, 1.0], "": []}
     values = [common | {"name": better, "better": better, "windows": found} for better, found in windows.items()]
-    tests = [{"runs": 2, "values": values}]
-    path.write_text(json.dumps(WHOLE | {"tests": tests}))
+    tests = [{"runs": 2, "verdict": "NO REFERENCE", "values": values}]
+    path.write_text(json.dumps(WHOLE | {"verdict": "NO REFERENCE", "tests": tests}))
     slowest = [earlier.slowest for earlier in read_baseline(path, "H200").values()]
     assert slowest == [1.0, 3.0, None]
 
@@ -304,7 +314,7 @@ def test_name_and_power_limit_are_those_of_the_gpu_that_is_tested(
     assert (tested and tested["index"]) == index
 
 
-WHOLE = {"kind": "qualify", "schema_version": 1, "device": "H200", "machine": {}}
+WHOLE = {"kind": "qualify", "schema_version": 1, "device": "H200", "machine": {}, "verdict": "NOT RUN"}
 
 
 @pytest.mark.parametrize(

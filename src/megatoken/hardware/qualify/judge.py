@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from megatoken.hardware.qualify.references import Band, Earlier
 from megatoken.hardware.qualify.values import COUNTS, NOISY_DRIFT, NOISY_SPREAD, NORMAL_MAD, SPEEDS, Outcome, Value
 from megatoken.text import count_of, number
 
@@ -37,6 +36,29 @@ HEADLINES = (
 MOST_NAMED = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Band:
+    """From ``lowest`` to ``highest``, in the unit of the value, and where the published values are from."""
+
+    lowest: float
+    highest: float
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A value of an earlier qualification: its median and relative spread, and how often its test ran.
+
+    ``slowest``: the worst of its windows; None if it had none.
+    """
+
+    median: float
+    spread: float
+    runs: int = 1
+    slowest: float | None = None
+    noisy: bool = False
+
+
 class Verdict(StrEnum):
     """Of a value or a test, the worst last."""
 
@@ -61,6 +83,19 @@ class Judged:
 def worst(verdicts: list[Verdict]) -> Verdict:
     """The verdict on all of them together."""
     return max(verdicts, key=ORDER.index, default=Verdict.NOT_RUN)
+
+
+def verdict_of_test(test: Mapping[str, Any]) -> Verdict:
+    """FAIL for a fault; else the worst of the values that ran.
+
+    NOT RUN if no value ran, or if the test ended early, which a value of its name says.
+    """
+    if test.get("fault") is not None:
+        return Verdict.FAIL
+    verdicts = [(value["name"], Verdict(value["verdict"])) for value in test["values"]]
+    ended_early = (test.get("name"), Verdict.NOT_RUN) in verdicts
+    ran: list[Verdict] = [verdict for _, verdict in verdicts if verdict is not Verdict.NOT_RUN]
+    return worst([*ran, Verdict.NOT_RUN] if ended_early else ran)
 
 
 def overall(tests: Sequence[Mapping[str, Any]]) -> Verdict:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
+from megatoken.hardware.qualify.judge import Band, Earlier, Verdict, overall, verdict_of_test
 from megatoken.hardware.qualify.values import SPEEDS
 from megatoken.text import is_number
 
@@ -18,29 +18,6 @@ TABLE = Path(__file__).parents[2] / "data" / "qualify_references.csv"
 BELOW_LOWEST, ABOVE_HIGHEST = 0.95, 1.03
 """A band reaches from this share of the lowest published value to this share of the highest."""
 KIND, SCHEMA_VERSION = "qualify", 1
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """From ``lowest`` to ``highest``, in the unit of the value, and where the published values are from."""
-
-    lowest: float
-    highest: float
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """A value of an earlier qualification: its median and relative spread, and how often its test ran.
-
-    ``slowest``: the worst of its windows; None if it had none.
-    """
-
-    median: float
-    spread: float
-    runs: int = 1
-    slowest: float | None = None
-    noisy: bool = False
 
 
 @cache
@@ -81,7 +58,8 @@ def read_document(path: Path, flag: str) -> Mapping[str, Any]:
 def check_document(document: Mapping[str, Any], where: str) -> None:
     """Refuse a ``qualify.json`` whose machine, tests or values are not what a qualification writes.
 
-    Absent and null fields pass, except those without which a measured value cannot be used. A speed is above zero.
+    Absent and null fields pass, except verdicts and what a measured value needs to be used. A speed is above zero. The
+    verdict of a test follows from those of its values, and that of the document from those of its tests.
 
     Raises:
         UsageError: the message begins with ``where`` and names the field.
@@ -113,12 +91,18 @@ def _damage(document: Mapping[str, Any]) -> str | None:
                 return f"tests[{number}]: values[{index}] is not an object"
             if (problem := _damage_of_value(value)) is not None:
                 return f"tests[{number}]: values[{index}]: {problem}"
+        if (verdict := verdict_of_test(test)) != test.get("verdict"):
+            return f"tests[{number}]: verdict is {test.get('verdict')!r:.80}, but its values give {verdict}"
+    if (verdict := overall(tests)) != document.get("verdict"):
+        return f"verdict is {document.get('verdict')!r:.80}, but its tests give {verdict}"
     return None
 
 
 def _damage_of_value(value: Mapping[str, Any]) -> str | None:
     if not isinstance(value.get("name"), str):
         return "name is not a text"
+    if value.get("verdict") not in list(Verdict):
+        return f"verdict is none of {', '.join(Verdict)}"
     for name in ("title", "unit", "better"):
         if not isinstance(value.get(name, ""), str):
             return f"{name} is not a text"

@@ -17,6 +17,7 @@ from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest
 from megatoken.hardware.qualify.gpu_errors import ErrorWatch
 from megatoken.hardware.qualify.judge import (
+    Earlier,
     Verdict,
     answer,
     is_noisy,
@@ -24,10 +25,10 @@ from megatoken.hardware.qualify.judge import (
     overall,
     spread_between_runs,
     tolerance,
-    worst,
+    verdict_of_test,
 )
 from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
-from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, Earlier, band, read_baseline
+from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, band, read_baseline
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 from megatoken.hardware.specification import part_name
 
@@ -189,7 +190,7 @@ def test_entry(
     return {
         "name": test.name,
         "title": test.title,
-        "verdict": Verdict.FAIL if fault is not None else _verdict_of(test.name, values),
+        "verdict": verdict_of_test({"name": test.name, "fault": fault, "values": values}),
         "fault": fault,
         "seconds": sum(run.seconds for run in runs),
         "runs": len(runs),
@@ -216,13 +217,6 @@ def _is_slow(result: dict[str, Any]) -> bool:
     """Whether values fail although nothing crashed and no result is wrong."""
     failed = [value["better"] for value in result["values"] if value["verdict"] is Verdict.FAIL]
     return result["fault"] is None and bool(failed) and "zero" not in failed
-
-
-def _verdict_of(name: str, values: list[dict[str, Any]]) -> Verdict:
-    """The worst of the values that ran; NOT RUN if none did, or if the test ended early, which has the test's name."""
-    ended_early = any(value["name"] == name and value["verdict"] is Verdict.NOT_RUN for value in values)
-    ran = [value["verdict"] for value in values if value["verdict"] is not Verdict.NOT_RUN]
-    return worst([*ran, Verdict.NOT_RUN] if ended_early else ran)
 
 
 def _value_entry(
