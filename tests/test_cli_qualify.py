@@ -41,6 +41,30 @@ def test_a_name_without_json_is_a_folder_as_for_other_commands(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("command", "name", "takes"),
+    [
+        (("qualify", "--tests", "facts"), "m.txt", "a folder, or a file that ends in .json; leave out .txt"),
+        (("audit", "absent"), "audit.json", "a folder; leave out .json"),
+        (("plan", "capacity"), "plan.HTML", "a folder; leave out .HTML"),
+        (("aggregate", "absent"), "nodes.csv", "a folder; leave out .csv"),
+    ],
+)
+def test_the_name_of_a_file_does_not_become_a_folder(
+    command: tuple[str, ...], name: str, takes: str, tmp_path: Path
+) -> None:
+    code, out, err = call_here(*command, "--out", tmp_path / name)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"{name}: expected {takes}" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_the_name_of_a_file_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "m.txt").mkdir()
+    assert call_here("qualify", "--tests", "facts", "--out", tmp_path / "m.txt")[0] == 0
+    assert (tmp_path / "m.txt" / "qualify.json").is_file()
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (("--quick", "--full"), "give one of them"),
@@ -49,6 +73,11 @@ def test_a_name_without_json_is_a_folder_as_for_other_commands(tmp_path: Path) -
         (("--bseline", "x"), "did you mean --baseline"),
         (("--gpus", "each"), "no GPU can be used here; leave out --gpus"),
         (("--of", "a.json", "--compare", "azure", "--tests", "gemm", "--full"), "leave out --full, --tests"),
+        (("--of", "a.json", "--compare", "azure", "--baseline", "b.json", "--disk", "."), "out --baseline, --disk"),
+        (
+            ("--rack", "auto", "--baseline", "b.json", "--disk", "."),
+            "each in a folder of its own; leave out --baseline",
+        ),
     ],
 )
 def test_wrong_flags_are_refused_before_a_test_runs(

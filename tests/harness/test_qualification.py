@@ -90,7 +90,7 @@ def test_the_run_folder_keeps_the_qualification_and_the_rate_that_it_predicts(tm
 
 
 def _audited(folder: Path) -> str:
-    _, out, _ = call_here("audit", folder / "runs", "--json", "--out", folder / "audit.json")
+    _, out, _ = call_here("audit", folder / "runs", "--json", "--out", folder / "audit")
     findings: list[dict[str, Any]] = json.loads(out)["findings"]
     found = [one["severity"] for one in findings if one["id"] == "run_folder.qualification"]
     return found[0]

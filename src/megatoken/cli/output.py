@@ -13,9 +13,27 @@ import typer
 
 from megatoken.cli.flags import flag
 from megatoken.cli.streams import standard_output
+from megatoken.errors import UsageError
+
+FILE_ENDINGS = (".csv", ".html", ".json", ".jsonl", ".log", ".md", ".pdf", ".txt", ".yaml", ".yml")
+
+
+def check_folder(out: Path | None, takes: str) -> Path | None:
+    """Refuse the name of a file, which would become that of a folder. Raises UsageError."""
+    if out is not None and out.suffix.lower() in FILE_ENDINGS and not out.is_dir():
+        raise UsageError(f"--out {out}: expected {takes}; leave out {out.suffix}, or make a folder of that name first")
+    return out
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print only a JSON document.")]
-Out = Annotated[Path | None, flag("DIR", "Folder to save the JSON document and its HTML page in.")]
+Out = Annotated[
+    Path | None,
+    flag(
+        "DIR",
+        "Folder to save the JSON document and its HTML page in.",
+        callback=lambda out: check_folder(out, "a folder"),
+    ),
+]
 
 
 def print_result(document: Mapping[str, Any], show: Callable[[], object], *, json_only: bool, kept: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from megatoken.cli.flags import flag
-from megatoken.cli.output import Json, counted, print_result
+from megatoken.cli.output import Json, check_folder, counted, print_result
 from megatoken.errors import ExitCode, UsageError
 
 
@@ -33,7 +33,7 @@ def qualify(
         flag("azure|FILE", "Place every row of this table of published micro-benchmarks next to our values."),
     ] = None,
     of: Annotated[Path | None, flag("FILE", "Compare this qualify.json, and test nothing.")] = None,
-    disk: Annotated[Path, flag("DIR", "Folder whose disk is tested.")] = Path(),
+    disk: Annotated[Path | None, flag("DIR", "Folder whose disk is tested. Default: this one.")] = None,
     out: Annotated[
         Path, flag("DIR|FILE.json", "Folder for qualify.json, or a .json file; its HTML page goes next to it.")
     ] = Path("qualify.json"),
@@ -54,10 +54,9 @@ def qualify(
 
     if of is not None and compare is None:
         raise UsageError("--of: needs --compare; give azure, or a CSV table")
-    given = {"--quick": quick, "--full": full, "--tests": tests, "--baseline": baseline, "--rack": rack}
-    if of is not None and (
-        without := [name for name, value in given.items() if value] + ["--gpus"] * (gpus != "first")
-    ):
+    given = {"--quick": quick, "--full": full, "--tests": tests, "--baseline": baseline, "--rack": rack, "--disk": disk}
+    given["--gpus"] = gpus != "first"
+    if of is not None and (without := [name for name, value in given.items() if value]):
         raise UsageError(f"--of: compares a stored qualification and tests nothing; leave out {', '.join(without)}")
     if gpus not in ("first", "each", "together"):
         raise UsageError(f"--gpus {gpus}: expected first, each or together")
@@ -67,18 +66,22 @@ def qualify(
         raise UsageError(
             "--gpus: nvidia-ml-py does not list the GPUs; install it, or name them in CUDA_VISIBLE_DEVICES"
         )
-    if rack is not None and (baseline is not None or gpus != "first"):
-        raise UsageError("--rack: tests all GPUs of every node against each other; leave out --baseline and --gpus")
+    if rack is not None and (without := [name for name in ("--baseline", "--gpus", "--disk") if given[name]]):
+        raise UsageError(
+            f"--rack: tests nodes and all their GPUs against each other, each in a folder of its own; leave out "
+            f"{', '.join(without)}"
+        )
     if quick and full:
         raise UsageError("--quick and --full: give one of them")
     device = device_here()
     chosen = choose(TESTS[device], tests.split(",") if tests is not None else (), full=full)
-    if not disk.is_dir():
+    if disk is not None and not disk.is_dir():
         raise UsageError(f"--disk {disk}: no such folder; name a folder on the disk to test")
-    setting = replace(SETTINGS[device][full], folder=disk)
+    setting = replace(SETTINGS[device][full], folder=disk or Path())
     if out.suffix.lower() != ".json" or out.is_dir():
         if out.exists() and not out.is_dir():
             raise UsageError(f"--out {out}: a file that is no .json; give a folder, or a file such as qualify.json")
+        check_folder(out, "a folder, or a file that ends in .json")
         out = out / "qualify.json"
     if baseline is not None and baseline.resolve() == out.resolve():
         raise UsageError(f"--baseline {baseline}: the new result would replace it; give another file with --out")
