@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli_support import call_here
 from megatoken.report.console import show
 from megatoken.report.documents import checked
 from megatoken.report.page import page
@@ -158,13 +162,23 @@ def test_the_headline_names_the_values_that_are_worse_and_by_how_much(capsys: py
     assert f"a fault was found: {failed}" in capsys.readouterr().out
 
 
-def test_the_report_ends_with_the_command_that_predicts_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    values = CPU | {f"layer_products_fp32_{tokens}": (100.0, "GFLOP/s") for tokens in (16, 256)}
-    values |= {"prompt_attention": (60.0, "GFLOP/s"), "rms_norm": (30.0, "GB/s"), "decode_step_tiny": (9.0, "ms")}
-    whole = checked(document(values, "Step", None), "my results/qualify.json")
-    command = "plan throughput --machine 'my results/qualify.json' --model 125m --precision fp32 --minutes 1"
+def test_the_report_ends_with_the_command_that_predicts_a_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = {"layer_products_fp32_16": (100.0, "GFLOP/s"), "layer_products_fp32_256": (120.0, "GFLOP/s")}
+    rates |= {"prompt_attention": (60.0, "GFLOP/s"), "rms_norm": (30.0, "GB/s"), "decode_step_tiny": (9.0, "ms")}
+    values = document(CPU | rates, "Step", None) | {"machine": {"memory": {"available_bytes": 2**33}}}
+    for value in values["tests"][0]["values"]:
+        value["windows"] = [value["median"]]
+    file = tmp_path / "my results" / "qualify.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(values))
+    whole = checked(values, str(file))
     show(whole, full=True)
-    assert capsys.readouterr().out.splitlines()[-1].strip() == f"What should this machine serve? megatoken {command}"
+    command = f"megatoken plan throughput --machine '{file}' --model 125m"
+    assert " ".join(capsys.readouterr().out.split()).endswith(f"What should this machine serve? {command}")
     assert "plan throughput --machine" in page(document_view(whole))
+    code, out, err = call_here(*shlex.split(command)[1:])
+    assert (code, err) == (0, "") and out.startswith("125m in fp32 on ")
     show(checked(document(CPU, "Step", None), "qualify.json"), full=True)
     assert "plan throughput" not in capsys.readouterr().out

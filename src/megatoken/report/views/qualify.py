@@ -85,7 +85,7 @@ def _next_command(document: Document, tests: list[Document]) -> Iterator[Points]
     """The command that predicts a rate from this file, if its tests suffice."""
     values = {value.text("name"): value for test in tests for value in test.parts("values") if "median" in value}
     if document.text("device") in gpus():
-        model, precision, needed = "llama3.1-8b", "fp8", ["hbm_copy", "decode_attention"]
+        model, needed = "llama3.1-8b", ["hbm_copy", "decode_attention"]
         needed += [f"layer_products_fp8_{model}_{tokens}" for tokens in GPU_LAYERS.tokens]
     else:
         model = CPU_LOAD.shape
@@ -94,7 +94,7 @@ def _next_command(document: Document, tests: list[Document]) -> Iterator[Points]
         needed += [f"layer_products_{precision}_{tokens}" for tokens in CPU_TOKENS]
     if all(name in values for name in needed):
         file = shlex.quote(document.where if document.where.endswith(".json") else "qualify.json")
-        command = f"megatoken plan throughput --machine {file} --model {model} --precision {precision} --minutes 1"
+        command = f"megatoken plan throughput --machine {file} --model {model}"
         yield Points("", (("", f"What should this machine serve? {command}"),))
 
 
