@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +13,21 @@ from typing import Any
 
 from megatoken.hardware.nvml import all_gpus, open_nvml
 from megatoken.hardware.qualify.catalog import Device, HardwareTest
-from megatoken.hardware.qualify.fleet import FEWEST, slow_parts
-from megatoken.hardware.qualify.judge import answer, overall
+from megatoken.hardware.qualify.fleet import FEWEST, slow_limit, slow_parts
+from megatoken.hardware.qualify.judge import (
+    CONTENTION,
+    MARGIN,
+    MOST_TOLERANCE,
+    Judged,
+    Verdict,
+    answer,
+    overall,
+    worst,
+)
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import qualify, test_entry
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
+from megatoken.text import number
 
 SPREAD = HardwareTest("spread", "Differences between like parts", "")
 MARK = "@"
@@ -129,9 +140,15 @@ def joined(
             title = f"{test['title']}, {kind} {name}"
             tests.append(test | {"name": f"{test['name']}{MARK}{name}", "title": title, "values": values})
     if len(documents) > 1:
-        tests.append(spread({name: one["tests"] for name, one in documents.items()}, kind))
+        tests += spread(documents, kind)
     tests += more
     notes = [f"{kind} {name}: {note}" for name, other in others for note in other["notes"]]
+    devices: dict[str, list[str]] = {}
+    for name, one in documents.items():
+        devices.setdefault(one["device"], []).append(name)
+    if len(devices) > 1:
+        unlike = "; ".join(f"{device}: {', '.join(names)}" for device, names in devices.items())
+        notes.append(f"Not all {kind}s are alike, and only like ones are compared. {unlike}.")
     merged = dict(document) | {
         "notes": [*document["notes"], *notes],
         "parts": {"kind": kind, "names": list(documents), "first": first},
@@ -143,26 +160,71 @@ def joined(
     return merged | {"answer": answer(merged)}
 
 
-def spread(tests: Mapping[str, Sequence[Mapping[str, Any]]], kind: str) -> dict[str, Any]:
-    """The entry of a test that compares each value among the parts; of two parts only their ratio is stated."""
-    found: dict[str, dict[str, float]] = {}
-    known: dict[str, Mapping[str, Any]] = {}
-    for name, of_part in tests.items():
-        for test in of_part:
+def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """A test that compares each speed among parts of the same device; empty if there is nothing to compare.
+
+    Of two parts only the ratio is stated.
+    """
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for part, document in documents.items():
+        for test in document["tests"]:
             for value in test["values"]:
                 if value.get("median") is not None and value["better"] in SPEEDS:
-                    found.setdefault(value["name"], {})[name] = value["median"]
-                    known[value["name"]] = value
-    outcomes = []
-    for name, values in found.items():
-        title, better = known[name]["title"], known[name]["better"]
+                    found.setdefault((document["device"], value["name"]), {})[part] = value
+    outcomes: list[Value] = []
+    judged: dict[str, Judged] = {}
+    for (device, name), values in found.items():
+        title = next(iter(values.values()))["title"]
+        if device != next(iter(documents.values()))["device"]:
+            name, title = f"{name}{MARK}{device}", f"{title}, {device}"
         if len(values) >= FEWEST:
-            slow = slow_parts(values, better)
-            note = ", ".join(f"{kind} {part}: {values[part]:.4g} {known[name]['unit']}" for part in slow)
-            outcomes.append(Value(f"slow_{name}", f"{title}: slow {kind}s", f"{kind}s", [len(slow)], "zero", note=note))
+            slow = slow_parts({part: value["median"] for part, value in values.items()}, _better(values))
+            outcomes.append(Value(f"slow_{name}", f"{title}: slow {kind}s", f"{kind}s", [len(slow)], "zero"))
+            judged[f"slow_{name}"] = _slow(values, slow, kind)
         elif len(values) == 2:
-            lowest, highest = sorted(values.values())
+            lowest, highest = sorted(value["median"] for value in values.values())
             ratio = lowest / highest if highest else 1.0
             outcomes.append(Value(f"ratio_{name}", f"{title}: lower over higher", "ratio", [ratio], ""))
-    ended = Ended(tuple(Returned(outcome, None) for outcome in outcomes), 0.0, None)
-    return test_entry(SPREAD, [ended], "", {}, 0.0)
+    if not outcomes:
+        return []
+    entry = test_entry(SPREAD, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)
+    for value in entry["values"]:
+        if (known := judged.get(value["name"])) is not None:
+            value |= {"verdict": known.verdict, "reason": known.reason}
+    return [entry | {"verdict": worst([value["verdict"] for value in entry["values"]])}]
+
+
+def _slow(values: Mapping[str, Mapping[str, Any]], slow: Sequence[str], kind: str) -> Judged:
+    """The verdict on a speed of several parts, of which these are slow: the worst one decides, and all are named."""
+    sign = -1 if _better(values) == "lower" else 1
+    signed = {part: sign * value["median"] for part, value in values.items()}
+    middle, limit = statistics.median(signed.values()), slow_limit(signed.values())
+    most_are_noisy = 2 * sum(value["noisy"] for value in values.values()) > len(values)
+    verdicts, reasons = [Verdict.PASS], []
+    for part in slow:
+        value = values[part]
+        noisy = value["noisy"] or most_are_noisy
+        fails = signed[part] < limit - MARGIN * abs(limit) and (not noisy or _far_behind(part, values, sign))
+        verdicts.append(Verdict.FAIL if fails else Verdict.MARGINAL)
+        behind = f"{abs(signed[part] / middle - 1):.1%} {'above' if sign < 0 else 'below'} the median"
+        remark = ", noisy" if value["noisy"] else ""
+        reasons.append(f"{kind} {part}: {number(value['median'])} {value['unit']}, {behind}{remark}")
+    if most_are_noisy and slow:
+        reasons.append(f"the values of most {kind}s are noisy: repeat it on quiet machines")
+    return Judged(worst(verdicts), "; ".join(reasons))
+
+
+def _far_behind(part: str, values: Mapping[str, Mapping[str, Any]], sign: int) -> bool:
+    """Whether no window of a part is near the slowest ones of the others, which noise does not explain.
+
+    A wait for cores does.
+    """
+    windows = {name: [sign * one for one in value["windows"]] for name, value in values.items()}
+    slowest = statistics.median(min(of_part) for of_part in windows.values())
+    limit = slowest - MOST_TOLERANCE * abs(slowest)
+    waited = (values[part]["core_wait_share"] or 0.0) > CONTENTION
+    return not waited and max(windows[part]) < limit - MARGIN * abs(limit)
+
+
+def _better(values: Mapping[str, Mapping[str, Any]]) -> str:
+    return str(next(iter(values.values()))["better"])
