@@ -15,6 +15,7 @@ from megatoken.hardware.qualify import cpu_tests
 from megatoken.hardware.qualify.exact import (
     CHUNK_WORDS,
     different_elements,
+    digest_of,
     fill_pattern,
     repeated_products,
     small_integers,
@@ -65,6 +66,16 @@ def by_gpu(setting: Setting) -> Outcomes:
     """The rate of the GPU that this process sees; the third is slower than the others."""
     visible = os.environ["CUDA_VISIBLE_DEVICES"]
     yield Value("rate", "Rate", "GB/s", [80.0 if visible == "2" else 100.0 + int(visible)] * 3)
+
+
+def digest_by_gpu(setting: Setting) -> Outcomes:
+    """A product of the same random numbers on each GPU; on the second one, one bit of it is wrong."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(64, 64, generator=generator) for _ in range(2))
+    product = (left @ right).bfloat16()
+    if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
+        product.view(torch.int16)[3, 7] ^= 1
+    yield digest_of(product, "bf16")
 
 
 def together(setting: Setting) -> Outcomes:

@@ -46,12 +46,15 @@ def test_every_gpu_is_tested_and_the_slow_one_is_named(
     assert max(counts)[1] == 5
 
 
-def part_with(windows: Sequence[float], *, device: str = "H200", better: str = "higher", **more: Any) -> dict[str, Any]:
+def part_with(
+    windows: Sequence[float], *, device: str = "H200", pytorch: str = "2.9", better: str = "higher", **more: Any
+) -> dict[str, Any]:
     """The document of a part that measured one rate."""
     value = {"name": "rate", "title": "Rate", "unit": "GB/s", "better": better, "median": statistics.median(windows)}
     value |= {"verdict": "PASS", "windows": list(windows), "noisy": False, "core_wait_share": None, "reason": ""} | more
     test = {"name": "t", "title": "T", "verdict": "PASS", "fault": None, "seconds": 1.0, "values": [value]}
-    return {"tests": [test], "device": device, "complete": True, "verdict": "PASS", "notes": [f"has {windows[0]:.0f}"]}
+    document = {"tests": [test], "device": device, "machine": {"packages": {"torch": pytorch}}, "complete": True}
+    return document | {"verdict": "PASS", "notes": [f"has {windows[0]:.0f}"]}
 
 
 def compared(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +123,51 @@ def test_only_like_parts_are_compared() -> None:
     assert document["tests"][-1]["verdict"] == "PASS"
     assert document["notes"][-1] == (
         "Not all GPUs are alike, and only like ones are compared. H200: 0, 1, 2; H100: 3, 4, 5."
+    )
+
+
+def with_digest(digest: int, **more: str) -> dict[str, Any]:
+    """The document of a part that multiplied, and whose result has these bits."""
+    return part_with([float(digest)], better="same", title="bf16 product, all bits", unit="digest", **more)
+
+
+@pytest.mark.parametrize(
+    ("digests", "verdict", "reason"),
+    [
+        ([5, 5], "PASS", ""),
+        ([5, 6], "FAIL", "GPUs 0, 1: one of the two computes wrong results"),
+        ([5, 5, 5], "PASS", ""),
+        ([2**32 - 2, 2**32 - 1, 2**32 - 1], "FAIL", "GPU 0: the result is not that of most GPUs, so it is wrong"),
+        ([7, 5, 5, 6, 5], "FAIL", "GPUs 0, 3: the result is not that of most GPUs, so it is wrong"),
+        ([5, 5, 6, 6], "FAIL", "GPUs 0, 1, 2, 3: no result is that of most, so some compute wrong results"),
+    ],
+)
+def test_results_that_differ_among_like_parts_are_wrong(digests: Sequence[int], verdict: str, reason: str) -> None:
+    document = compared(*map(with_digest, digests))
+    (value,) = document["tests"][-1]["values"]
+    assert value["name"] == "differ_rate"
+    assert value["title"] == "bf16 product, all bits: results that differ from those of the other GPUs"
+    assert (value["verdict"], value["reason"]) == (verdict, reason)
+    assert document["verdict"] == ("FAIL" if reason else "NO REFERENCE")
+    assert reason in document["answer"][0]
+
+
+def test_results_are_compared_for_the_same_device_and_pytorch_alone() -> None:
+    others = [with_digest(6, pytorch="2.8"), with_digest(6, pytorch="2.8"), with_digest(7, device="H100")]
+    document = compared(with_digest(5), with_digest(5), *others)
+    found = [(value["name"], value["verdict"]) for value in document["tests"][-1]["values"]]
+    assert found == [("differ_rate", "PASS"), ("differ_rate@PyTorch 2.8", "PASS")]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_gpu_whose_product_has_one_other_bit_is_named(
+    together: bool, tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    tests = [HardwareTest("exact", "Exact", "qualify_faults:digest_by_gpu")]
+    *_, document = qualify_gpus(tests, tiny, "cpu", gpus_here(), together=together)
+    assert document["answer"][0].startswith(
+        "1 fault found: bf16 product, all bits: results that differ from those of the other GPUs (GPU 1: "
     )
 
 

@@ -7,6 +7,7 @@ exercise the same code.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,14 @@ def slow_parts(values: Mapping[str, float], better: str) -> list[str]:
     signed = values if better == "higher" else {name: -value for name, value in values.items()}
     limit = slow_limit(signed.values())
     return sorted((name for name, value in signed.items() if value < limit), key=signed.__getitem__)
+
+
+def different_parts(results: Mapping[str, float]) -> list[str]:
+    """Those whose result is not that of the majority; all if no result has one; none if all agree."""
+    (common, count), *others = Counter(results.values()).most_common()
+    if not others:
+        return []
+    return [name for name, result in results.items() if result != common or 2 * count <= len(results)]
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[Pair]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatoken.hardware.nvml import all_gpus, open_nvml
 from megatoken.hardware.qualify.catalog import Device, HardwareTest
-from megatoken.hardware.qualify.fleet import FEWEST, slow_limit, slow_parts
+from megatoken.hardware.qualify.fleet import FEWEST, different_parts, slow_limit, slow_parts
 from megatoken.hardware.qualify.judge import (
     CONTENTION,
     MARGIN,
@@ -22,6 +22,7 @@ from megatoken.hardware.qualify.judge import (
     Verdict,
     answer,
     overall,
+    verdict_of_test,
     worst,
 )
 from megatoken.hardware.qualify.processes import Ended, Returned
@@ -161,28 +162,37 @@ def joined(
 
 
 def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """A test that compares each speed among parts of the same device; empty if there is nothing to compare.
+    """A test that compares each speed, and each result that must be the same, among parts of the same device.
 
-    Of two parts only the ratio is stated.
+    Of the speeds of two parts only the ratio is stated. Results must be the same for the same version of PyTorch. The
+    list is empty if there is nothing to compare.
     """
+    first = next(iter(documents.values()))
     found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for part, document in documents.items():
-        for test in document["tests"]:
-            for value in test["values"]:
-                if value.get("median") is not None and value["better"] in SPEEDS:
-                    found.setdefault((document["device"], value["name"]), {})[part] = value
+        for value in (value for test in document["tests"] for value in test["values"]):
+            unlike = [document["device"]] if document["device"] != first["device"] else []
+            if value.get("better") == "same" and (version := _pytorch(document)) != _pytorch(first):
+                unlike.append(f"PyTorch {version}")
+            if value.get("median") is not None and value["better"] in (*SPEEDS, "same"):
+                found.setdefault((value["name"], ", ".join(unlike)), {})[part] = value
     outcomes: list[Value] = []
     judged: dict[str, Judged] = {}
-    for (device, name), values in found.items():
-        title = next(iter(values.values()))["title"]
-        if device != next(iter(documents.values()))["device"]:
-            name, title = f"{name}{MARK}{device}", f"{title}, {device}"
-        if len(values) >= FEWEST:
-            slow = slow_parts({part: value["median"] for part, value in values.items()}, _better(values))
+    for (name, of), values in found.items():
+        one = next(iter(values.values()))
+        name, title = (f"{name}{MARK}{of}", f"{one['title']}, {of}") if of else (name, one["title"])
+        medians = {part: value["median"] for part, value in values.items()}
+        if one["better"] == "same" and len(values) > 1:
+            wrong = different_parts(medians)
+            title = f"{title}: results that differ from those of the other {kind}s"
+            outcomes.append(Value(f"differ_{name}", title, f"{kind}s", [len(wrong)], "zero"))
+            judged[f"differ_{name}"] = _different(wrong, len(values), kind)
+        elif one["better"] in SPEEDS and len(values) >= FEWEST:
+            slow = slow_parts(medians, one["better"])
             outcomes.append(Value(f"slow_{name}", f"{title}: slow {kind}s", f"{kind}s", [len(slow)], "zero"))
             judged[f"slow_{name}"] = _slow(values, slow, kind)
-        elif len(values) == 2:
-            lowest, highest = sorted(value["median"] for value in values.values())
+        elif one["better"] in SPEEDS and len(values) == 2:
+            lowest, highest = sorted(medians.values())
             ratio = lowest / highest if highest else 1.0
             outcomes.append(Value(f"ratio_{name}", f"{title}: lower over higher", "ratio", [ratio], ""))
     if not outcomes:
@@ -191,7 +201,23 @@ def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[s
     for value in entry["values"]:
         if (known := judged.get(value["name"])) is not None:
             value |= {"verdict": known.verdict, "reason": known.reason}
-    return [entry | {"verdict": worst([value["verdict"] for value in entry["values"]])}]
+    return [entry | {"verdict": verdict_of_test(entry)}]
+
+
+def _pytorch(document: Mapping[str, Any]) -> str:
+    return str(document["machine"]["packages"]["torch"])
+
+
+def _different(wrong: Sequence[str], parts: int, kind: str) -> Judged:
+    """The verdict on a result that all parts should have, and these have not."""
+    if not wrong:
+        return Judged(Verdict.PASS)
+    names = f"{kind}{'s' * (len(wrong) > 1)} {', '.join(wrong)}"
+    if parts == 2:
+        return Judged(Verdict.FAIL, f"{names}: one of the two computes wrong results")
+    if len(wrong) == parts:
+        return Judged(Verdict.FAIL, f"{names}: no result is that of most, so some compute wrong results")
+    return Judged(Verdict.FAIL, f"{names}: the result is not that of most {kind}s, so it is wrong")
 
 
 def _slow(values: Mapping[str, Mapping[str, Any]], slow: Sequence[str], kind: str) -> Judged:
