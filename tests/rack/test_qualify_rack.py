@@ -19,22 +19,18 @@ import pytest
 from rack_drivers import PATIENCE_SECONDS, RayNodes, environment
 
 from megatoken.hardware.qualify.fleet import Pair, isolate
-from megatoken.rack.qualify import links_entry
+from megatoken.rack.links import links_entry
 
 NODES = 4
 SLOW = 2
 NODE = """
 import json, sys
-from megatoken.rack import qualify
-qualify.ANSWER_SECONDS = 5.0
-actor = qualify.NodeActor()
+from megatoken.rack import links
+links.ANSWER_SECONDS = 5.0
+links.STREAM_SECONDS = links.STREAMS_SECONDS = links.ROUND_TRIP_SECONDS = 0.4
 for line in sys.stdin:
     name, *arguments = json.loads(line)
-    nonce = b"n" * qualify.NONCE_BYTES
-    if name == "listen":
-        answer = actor.listen(arguments[0], nonce)
-    else:
-        answer = actor.send(arguments[0], arguments[1], nonce, 0.4)
+    answer = getattr(links, name)(*arguments, b"n" * links.NONCE_BYTES)
     print(json.dumps(answer), flush=True)
 """
 DRIVER = """
@@ -122,17 +118,20 @@ def test_a_node_with_a_slow_network_is_named(namespaces: list[str]) -> None:
         assert stdin is not None
         stdin.write(json.dumps(question) + "\n")
 
-    def answer(node: str) -> float:
+    def answer(node: str) -> Any:
         stdout = processes[int(node)].stdout
         assert stdout is not None
-        return float(stdout.readline())
+        return json.loads(stdout.readline())
+
+    links: dict[Pair, dict[str, float]] = {}
 
     def measure(pairs: Sequence[Pair]) -> Mapping[Pair, float | None]:
         for receiver, sender in pairs:
             host = f"10.77.0.{int(receiver) + 1}"
             ask(receiver, "listen", host)
-            ask(sender, "send", host, int(answer(receiver)))
-        return {pair: answer(pair[1]) for pair in pairs}
+            ask(sender, "measure", host, answer(receiver))
+        links.update({pair: answer(pair[1]) for pair in pairs})
+        return {pair: links[pair]["rate"] for pair in pairs}
 
     try:
         found = isolate([str(number) for number in range(NODES)], measure)
@@ -141,8 +140,10 @@ def test_a_node_with_a_slow_network_is_named(namespaces: list[str]) -> None:
             process.kill()
             process.communicate()
     assert (found.bad_nodes, found.bad_links, found.undecided) == ((str(SLOW),), (), ())
-    entry = links_entry(found, NODES)
-    (bad,) = [value for value in entry["values"] if value["name"] == "bad_nodes"]
+    entry = links_entry(found, NODES, links)
+    values = {value["name"]: value for value in entry["values"]}
+    bad, round_trip = values["bad_nodes"], values["link_round_trip_p50"]
+    assert 0 < round_trip["median"] < 10_000 and len(round_trip["windows"]) == len(links)
     assert (bad["verdict"], bad["note"], entry["verdict"]) == ("FAIL", str(SLOW), "FAIL")
 
 
@@ -162,9 +163,11 @@ def test_every_node_of_a_ray_cluster_is_tested_and_their_network(cluster: RayNod
     assert document["parts"] == {"kind": "node", "names": ["alpha", "beta"], "first": "alpha"}
     tests = {test["name"]: test for test in document["tests"]}
     assert {"facts", "facts@beta", "spread", "links"} <= set(tests)
-    rate, *counts = tests["links"]["values"]
-    assert rate["name"] == "link_rate" and rate["median"] > 0.01
-    assert [value["median"] for value in counts] == [0, 0]
+    links = {value["name"]: value for value in tests["links"]["values"]}
+    assert links["link_rate"]["median"] > 0.01 < links["link_rate_of_streams"]["median"]
+    assert 0 < links["link_round_trip_p50"]["median"] <= links["link_round_trip_p99"]["median"]
+    assert links["link_round_trip_p99"]["note"].endswith(", alpha - beta")
+    assert links["bad_nodes"]["median"] == links["bad_links"]["median"] == 0
     assert document["complete"]
 
 

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, SETTINGS, TESTS, HardwareTest, choose, device_here
-from megatoken.hardware.qualify.fleet import Isolated, Pair, isolate
+from megatoken.hardware.qualify.fleet import Pair, isolate
 from megatoken.hardware.qualify.parts import MARK, gpus_here, joined, qualify_gpus
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import qualify, test_entry
-from megatoken.hardware.qualify.values import NotRun, Outcome, Value
+from megatoken.hardware.qualify.values import NotRun
 from megatoken.rack.cluster import Cluster
+from megatoken.rack.links import links_entry, listen, measure, measured
 
-LINKS = HardwareTest("links", "Network between nodes", "")
-LINK_SECONDS = 1.0
-CHUNK_BYTES = 2**20
-NONCE_BYTES = 16
-ANSWER_SECONDS = 30.0
 START_SECONDS = 120.0
 """For a node to start the process of its tests and to load PyTorch, which may come from a slow disk."""
 
@@ -57,36 +49,12 @@ class NodeActor:
             yield json.dumps({"error": str(error)})
 
     def listen(self, host: str, nonce: bytes) -> int:
-        """Wait in a thread for one sender that knows ``nonce``, and drop what it sends; returns the port."""
-        server = socket.create_server((host, 0))
-        server.settimeout(ANSWER_SECONDS)
-        threading.Thread(target=_drain, args=(server, nonce), daemon=True).start()
-        return int(server.getsockname()[1])
+        """See ``links.listen``."""
+        return listen(host, nonce)
 
-    def send(self, host: str, port: int, nonce: bytes, seconds: float) -> float:
-        """GB/s of one TCP stream to a node that listens, as the receiver confirms them."""
-        with socket.create_connection((host, port), ANSWER_SECONDS) as connection:
-            connection.sendall(nonce)
-            chunk, sent, began = bytes(CHUNK_BYTES), 0, time.monotonic()
-            while time.monotonic() - began < seconds:
-                connection.sendall(chunk)
-                sent += len(chunk)
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)  # the receiver has read everything
-            return sent / (time.monotonic() - began) / 1e9
-
-
-def _drain(server: socket.socket, nonce: bytes) -> None:
-    with server, suppress(OSError):
-        connection, _ = server.accept()
-        with connection:
-            connection.settimeout(ANSWER_SECONDS)
-            buffer = bytearray(CHUNK_BYTES)
-            if connection.recv(NONCE_BYTES, socket.MSG_WAITALL) != nonce:
-                return
-            while connection.recv_into(buffer):
-                pass
-            connection.sendall(b"\0")
+    def measure(self, host: str, port: int, nonce: bytes) -> dict[str, float]:
+        """See ``links.measure``."""
+        return measure(host, port, nonce)
 
 
 def qualify_rack(
@@ -139,11 +107,16 @@ def qualify_rack(
         if not documents:
             raise _nothing({name: problems[name] for name in nodes})
 
-        def measure(pairs: Sequence[Pair]) -> Mapping[Pair, float | None]:
-            return _measured(ray, actors, {name: node.address for name, node in nodes.items()}, pairs)
+        addresses = {name: node.address for name, node in nodes.items()}
+        links: dict[Pair, dict[str, float]] = {}
+
+        def rates(pairs: Sequence[Pair]) -> Mapping[Pair, float | None]:
+            found = measured(ray, actors, addresses, pairs)
+            links.update({(min(pair), max(pair)): one for pair, one in found.items() if one is not None})
+            return {pair: None if one is None else one["rate"] for pair, one in found.items()}
 
         rest = [name for name in nodes if name not in problems or not problems[name].is_fault]
-        yield all_of_them([links_entry(isolate(rest, measure), len(rest))])
+        yield all_of_them([links_entry(isolate(rest, rates), len(rest), links)])
     finally:
         cluster.close()
 
@@ -209,47 +182,3 @@ def _nothing(problems: Mapping[str, Problem]) -> MegatokenError:
     if all(one == problem for _, one in others):
         return (MegatokenError if problem.is_fault else UsageError)(f"{first}: {problem.reason}")
     return MegatokenError("; ".join(f"{name}: {one.reason}" for name, one in problems.items()))
-
-
-def _measured(
-    ray: Any, actors: Mapping[str, Any], addresses: Mapping[str, str], pairs: Sequence[Pair]
-) -> dict[Pair, float | None]:
-    """All pairs at the same time."""
-    sending = {}
-    for pair in pairs:
-        receiver, sender = pair
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        try:
-            port = ray.get(actors[receiver].listen.remote(addresses[receiver], nonce), timeout=ANSWER_SECONDS)
-        except Exception:  # the node is gone
-            continue
-        sending[pair] = actors[sender].send.remote(addresses[receiver], port, nonce, LINK_SECONDS)
-    rates: dict[Pair, float | None] = dict.fromkeys(pairs)
-    for pair, answer in sending.items():
-        try:
-            rates[pair] = float(ray.get(answer, timeout=2 * ANSWER_SECONDS))
-        except Exception:  # unreachable, or too slow to end
-            rates[pair] = None
-    return rates
-
-
-def links_entry(found: Isolated, nodes: int) -> dict[str, Any]:
-    """The test ``links`` of a document: rates of all pairs, and the bad nodes and links by name."""
-    outcomes: list[Outcome] = []
-    working = [rate for rate in found.rates.values() if rate is not None]
-    if working:
-        title = f"One TCP stream between nodes, {len(found.rates)} pairs"
-        outcomes.append(Value("link_rate", title, "GB/s", working, note=f"slow below {found.limit or 0:.3g} GB/s"))
-    if nodes < 2:
-        outcomes.append(NotRun(LINKS.name, LINKS.title, "fewer than two nodes are left", "add nodes to the cluster"))
-    else:
-        slow = [*found.bad_nodes, *found.undecided]
-        outcomes.append(
-            Value("bad_nodes", "Nodes with a slow network", "nodes", [len(slow)], "zero", note=", ".join(slow))
-        )
-        links = [" - ".join(pair) for pair in found.bad_links]
-        note = ", ".join(links)
-        outcomes.append(
-            Value("bad_links", "Slow or missing links between nodes", "links", [len(links)], "zero", note=note)
-        )
-    return test_entry(LINKS, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)
