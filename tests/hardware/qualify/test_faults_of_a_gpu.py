@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_a_slow_clock_is_found(brief: Setting) -> None:
     assert "gemm_fp8_4096" in failed(slow) and slow["verdict"] == "FAIL", slow["answer"]
 
 
+def test_a_slow_host_does_not_slow_what_is_measured_of_the_gpu(brief: Setting) -> None:
+    from megatoken.hardware.qualify.gpu_timing import gpu_seconds
+
+    number = torch.zeros(1, device="cuda")
+
+    def slowly_launched() -> None:
+        time.sleep(2e-4)
+        number.add_(1.0)
+
+    assert max(gpu_seconds(slowly_launched, brief)) < 2e-5
+
+
 def test_a_busy_neighbour_makes_no_pass(brief: Setting) -> None:
     with subprocess.Popen([sys.executable, "-c", NEIGHBOUR], stdout=subprocess.PIPE) as neighbour:
         try:
@@ -123,7 +136,7 @@ def test_a_power_cap_is_a_setting_and_no_fault(brief: Setting, monkeypatch: pyte
 
 def test_a_kernel_that_hangs_is_stopped_and_the_others_run(brief: Setting) -> None:
     document = run("hanging_kernel", "flipped_memory", "products", setting=brief, limit_seconds=25.0)
-    hanging, _, healthy = document["tests"]
+    hanging, _, healthy, _ = document["tests"]
     assert hanging["fault"] == "did not end within 25 s and was stopped"
     assert hanging["values"][0]["median"] == 100.0
     assert healthy["fault"] is None and healthy["verdict"] != "FAIL"
@@ -132,6 +145,6 @@ def test_a_kernel_that_hangs_is_stopped_and_the_others_run(brief: Setting) -> No
 
 def test_a_kernel_that_crashes_is_named_and_the_others_run(brief: Setting) -> None:
     document = run("crashing_kernel", "products", setting=brief)
-    crashed, healthy = document["tests"]
+    crashed, healthy, _ = document["tests"]
     assert crashed["verdict"] == "FAIL" and "CUDA error" in crashed["fault"]
     assert healthy["fault"] is None and healthy["verdict"] != "FAIL"

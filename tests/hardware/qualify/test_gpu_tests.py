@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -140,6 +141,22 @@ def test_kernels_of_the_engine_run(tiny: Setting, monkeypatch: pytest.MonkeyPatc
         "add_rms_norm",
         "silu_mul",
     ]
+
+
+def test_a_launch_is_that_of_the_fastest_core(tiny: Setting) -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("needs two cores")
+
+    def slower_on_the_first() -> None:
+        end = time.perf_counter() + (4e-4 if os.sched_getaffinity(0) == {min(before)} else 1e-4)
+        while time.perf_counter() < end:
+            pass
+
+    seconds, note = gpu_kernels._on_the_best_core(slower_on_the_first, replace(tiny, seconds=0.1))
+    assert len(seconds) == tiny.windows and all(1e-4 <= one < 3e-4 for one in seconds)
+    assert note.startswith(f"the fastest of {min(len(before), 8)} cores; the slowest takes ")
+    assert os.sched_getaffinity(0) == before
 
 
 def test_exact_products_in_fp8_and_bf16_are_exact(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

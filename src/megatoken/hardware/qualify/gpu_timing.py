@@ -5,8 +5,10 @@ Random values fill their format's range: a product of zeros draws less power and
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +20,8 @@ from megatoken.hardware.qualify.values import Setting
 
 DEVICE = torch.device("cuda", 0)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-SHORT_SECONDS, GRAPH_SECONDS = 50e-6, 1e-3
-"""Calls below the first are captured into a CUDA graph of about the second: the host launches one in some 10 us."""
+GRAPH_SECONDS = 1e-3
+"""Shorter calls are captured into a CUDA graph of about this length: some hosts launch a kernel in 15 us only."""
 E4M3_SPREAD = 90.0
 """Standard deviation of random e4m3 values: the whole range is used and little of it saturates."""
 
@@ -71,18 +73,22 @@ def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
 def gpu_seconds(run: Callable[[], Any], setting: Setting) -> list[float]:
     """Mean seconds of a call in each window, by events on the device, after a warm-up.
 
-    The host launches all windows ahead, and many short calls at once, so gaps between calls are the device's own.
+    The host launches all windows ahead, and short calls many at once, so gaps between kernels are the device's own.
     """
-    passes, elapsed = repeat_for(setting.warm_up_seconds, run)
-    calls = 1
-    if elapsed < SHORT_SECONDS * passes:
-        calls = round(GRAPH_SECONDS * passes / elapsed)
+    passes, elapsed = repeat_for(setting.warm_up_seconds / 2, run)
+    calls = math.ceil(GRAPH_SECONDS * passes / elapsed)
+    if calls > 1:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(calls):
                 run()
         run = graph.replay
-        passes, elapsed = repeat_for(setting.warm_up_seconds / 2, run)
+    return [one / calls for one in replay_seconds(run, replace(setting, warm_up_seconds=setting.warm_up_seconds / 2))]
+
+
+def replay_seconds(run: Callable[[], Any], setting: Setting) -> list[float]:
+    """The same of calls that the device does not wait for, such as of a CUDA graph."""
+    passes, elapsed = repeat_for(setting.warm_up_seconds, run)
     in_window = max(1, round(setting.seconds / setting.windows * passes / elapsed))
     events = [timing_event()]
     events[0].record()
@@ -92,4 +98,4 @@ def gpu_seconds(run: Callable[[], Any], setting: Setting) -> list[float]:
         events.append(timing_event())
         events[-1].record()
     torch.cuda.synchronize()
-    return [first.elapsed_time(second) / 1e3 / in_window / calls for first, second in pairwise(events)]
+    return [first.elapsed_time(second) / 1e3 / in_window for first, second in pairwise(events)]
