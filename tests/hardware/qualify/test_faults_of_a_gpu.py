@@ -112,7 +112,7 @@ def test_a_slow_host_does_not_slow_what_is_measured_of_the_gpu(brief: Setting) -
         time.sleep(2e-4)
         number.add_(1.0)
 
-    assert max(gpu_seconds(slowly_launched, brief)) < 2e-5
+    assert max(gpu_seconds(slowly_launched, brief, kernels=10)) < 2e-5
 
 
 def test_a_busy_neighbour_makes_no_pass(brief: Setting) -> None:

@@ -46,7 +46,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: list[ModuleType] = [gpu_products, gpu_timing, gpu_memory, gpu_kernels, gpu_power]
     for module in modules:
         monkeypatch.setattr(module, "DEVICE", CPU, raising=False)
-        monkeypatch.setattr(module, "gpu_seconds", call_seconds)
+        monkeypatch.setattr(module, "gpu_seconds", lambda run, setting, kernels=1: call_seconds(run, setting))
     for module in (gpu_products, gpu_power, exact):
         monkeypatch.setattr(module, "gpu_obstacle", lambda scheme: None)
     for name in ("set_device", "empty_cache", "synchronize"):
@@ -149,12 +149,12 @@ def test_a_launch_is_that_of_the_fastest_core(tiny: Setting) -> None:
         pytest.skip("needs two cores")
 
     def slower_on_the_first() -> None:
-        end = time.perf_counter() + (4e-4 if os.sched_getaffinity(0) == {min(before)} else 1e-4)
+        end = time.perf_counter() + (2e-3 if os.sched_getaffinity(0) == {min(before)} else 1e-4)
         while time.perf_counter() < end:
             pass
 
     seconds, note = gpu_kernels._on_the_best_core(slower_on_the_first, replace(tiny, seconds=0.1))
-    assert len(seconds) == tiny.windows and all(1e-4 <= one < 3e-4 for one in seconds)
+    assert len(seconds) == tiny.windows and 1e-4 <= min(seconds) < 1e-3
     assert note.startswith(f"the fastest of {min(len(before), 8)} cores; the slowest takes ")
     assert os.sched_getaffinity(0) == before
 

@@ -11,7 +11,7 @@ import torch
 
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
-from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds, replay_seconds
+from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds
 from megatoken.hardware.qualify.shapes import GPU_ATTENTION
 from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
@@ -127,7 +127,7 @@ def launch(setting: Setting) -> Outcomes:
     with torch.cuda.graph(graph):
         for _ in range(GRAPH_KERNELS):
             one.add_(1.0)
-    seconds = replay_seconds(graph.replay, setting)
+    seconds = gpu_seconds(graph.replay, setting)
     title = "Small kernel in a CUDA graph"
     yield Value("graph_kernel", title, "us", [1e6 * each / GRAPH_KERNELS for each in seconds], "lower")
 

@@ -134,7 +134,7 @@ def layer_products(setting: Setting) -> Outcomes:
                     for call in calls:
                         call(layer)
 
-            seconds = gpu_seconds(step, setting)
+            seconds = gpu_seconds(step, setting, kernels=LAYERS * len(calls))
             work = LAYERS * sum(product.operations(tokens) for product in products) / 1e12
             bound = None
             if sheet is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +19,8 @@ from megatoken.hardware.qualify.values import Setting
 
 DEVICE = torch.device("cuda", 0)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-GRAPH_SECONDS = 1e-3
-"""Shorter calls are captured into a CUDA graph of about this length: some hosts launch a kernel in 15 us only."""
+SHORT_SECONDS, GRAPH_SECONDS = 50e-6, 1e-3
+"""Kernels below the first are captured into a CUDA graph of about the second: some hosts launch one in 15 us only."""
 E4M3_SPREAD = 90.0
 """Standard deviation of random e4m3 values: the whole range is used and little of it saturates."""
 
@@ -70,25 +69,21 @@ def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
     return len(events) - 1, events[0].elapsed_time(events[-1]) / 1e3
 
 
-def gpu_seconds(run: Callable[[], Any], setting: Setting) -> list[float]:
-    """Mean seconds of a call in each window, by events on the device, after a warm-up.
+def gpu_seconds(run: Callable[[], Any], setting: Setting, kernels: int = 1) -> list[float]:
+    """Mean seconds of a call, which launches so many kernels, in each window; by events on the device, after a warm-up.
 
-    The host launches all windows ahead, and short calls many at once, so gaps between kernels are the device's own.
+    The host launches all windows ahead, and many short kernels at once, so gaps between them are the device's own.
     """
-    passes, elapsed = repeat_for(setting.warm_up_seconds / 2, run)
-    calls = math.ceil(GRAPH_SECONDS * passes / elapsed)
-    if calls > 1:
+    passes, elapsed = repeat_for(setting.warm_up_seconds, run)
+    calls = 1
+    if elapsed < SHORT_SECONDS * kernels * passes:
+        calls = math.ceil(GRAPH_SECONDS * passes / elapsed)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(calls):
                 run()
         run = graph.replay
-    return [one / calls for one in replay_seconds(run, replace(setting, warm_up_seconds=setting.warm_up_seconds / 2))]
-
-
-def replay_seconds(run: Callable[[], Any], setting: Setting) -> list[float]:
-    """The same of calls that the device does not wait for, such as of a CUDA graph."""
-    passes, elapsed = repeat_for(setting.warm_up_seconds, run)
+        passes, elapsed = repeat_for(setting.warm_up_seconds / 2, run)
     in_window = max(1, round(setting.seconds / setting.windows * passes / elapsed))
     events = [timing_event()]
     events[0].record()
@@ -98,4 +93,4 @@ def replay_seconds(run: Callable[[], Any], setting: Setting) -> list[float]:
         events.append(timing_event())
         events[-1].record()
     torch.cuda.synchronize()
-    return [first.elapsed_time(second) / 1e3 / in_window for first, second in pairwise(events)]
+    return [first.elapsed_time(second) / 1e3 / in_window / calls for first, second in pairwise(events)]
