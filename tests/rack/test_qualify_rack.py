@@ -177,11 +177,12 @@ def process_of(node: str, driver: subprocess.Popen[str], cluster: RayNodes) -> p
     while time.monotonic() < deadline:
         assert driver.poll() is None, driver.communicate()
         for process in psutil.Process(cluster.process_id).children(recursive=True):
-            words = " ".join(process.cmdline())
-            if "qualify" in words and words.startswith("ray::") and process.children():
-                is_alpha = "__internal_head__" in " ".join(process.parent().cmdline())  # type: ignore[union-attr]
-                if is_alpha == (node == "alpha"):
-                    return process
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                words, raylet = " ".join(process.cmdline()), process.parent()
+                if raylet and "qualify" in words and words.startswith("ray::") and process.children():
+                    is_alpha = "__internal_head__" in " ".join(raylet.cmdline())
+                    if is_alpha == (node == "alpha"):
+                        return process
         time.sleep(0.05)
     raise AssertionError(f"no process tests {node}")
 
