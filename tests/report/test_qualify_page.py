@@ -182,3 +182,16 @@ def test_the_report_ends_with_the_command_that_predicts_a_rate(
     assert (code, err) == (0, "") and out.startswith("125m in fp32 on ")
     show(checked(document(CPU, "Step", None), "qualify.json"), full=True)
     assert "plan throughput" not in capsys.readouterr().out
+
+
+def test_a_value_of_another_gpu_names_it() -> None:
+    found = document({"hbm_read": (4300.0, "GB/s"), "hbm_read@1": (4200.0, "GB/s")}, "step", None)
+    for value in found["tests"][0]["values"]:
+        value["title"] = "Memory read"
+    (values,) = [
+        block
+        for part in document_view(checked(found, "qualify.json")).sections
+        for block in part.blocks
+        if getattr(block, "caption", "") == "Values"
+    ]
+    assert [row[0] for row in values.rows] == ["Memory read", "Memory read @1"]

@@ -67,7 +67,17 @@ def test_of_two_parts_only_the_ratio_is_stated() -> None:
     both = compared(part_with([50.0]), part_with([100.0]))
     (value,) = both["tests"][-1]["values"]
     assert (value["name"], value["median"], value["verdict"]) == ("ratio_rate", 0.5, "NO REFERENCE")
-    assert both["notes"] == ["has 50", "GPU 1: has 100"]
+    assert both["notes"] == ["GPU 0: has 50", "GPU 1: has 100"]
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_the_answer_names_the_gpu_of_a_value_that_fails(wrong: int) -> None:
+    def part(number: int) -> dict[str, Any]:
+        found = {"verdict": "FAIL", "reason": "1 wrong; expected 0"} if number == wrong else {}
+        return part_with([float(number == wrong)], better="zero", **found)
+
+    document = compared(*map(part, range(3)))
+    assert document["answer"][0].startswith(f"1 fault found: Rate (GPU {wrong}: 1 wrong; expected 0)")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,7 @@ def test_only_like_parts_are_compared() -> None:
         for device, rate in (("H200", 4000.0), ("H100", 2900.0))
     )
     document = compared(*fast, *slow)
-    assert [value["name"] for value in document["tests"][-1]["values"]] == ["slow_rate", "slow_rate@H100"]
+    assert [value["name"] for value in document["tests"][-1]["values"]] == ["slow_rate", "slow_rate_H100"]
     assert document["tests"][-1]["verdict"] == "PASS"
     assert document["notes"][-1] == (
         "Not all GPUs are alike, and only like ones are compared. H200: 0, 1, 2; H100: 3, 4, 5."
@@ -156,7 +166,7 @@ def test_results_are_compared_for_the_same_device_and_pytorch_alone() -> None:
     others = [with_digest(6, pytorch="2.8"), with_digest(6, pytorch="2.8"), with_digest(7, device="H100")]
     document = compared(with_digest(5), with_digest(5), *others)
     found = [(value["name"], value["verdict"]) for value in document["tests"][-1]["values"]]
-    assert found == [("differ_rate", "PASS"), ("differ_rate@PyTorch 2.8", "PASS")]
+    assert found == [("differ_rate", "PASS"), ("differ_rate_PyTorch 2.8", "PASS")]
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -130,20 +130,21 @@ def joined(
 ) -> dict[str, Any]:
     """One document of several parts: the tests of all, and how their values differ.
 
-    The first part's tests keep their names; those of the others end in ``@`` and the part. ``kind``: GPU or node.
-    ``more``: tests of all parts together.
+    Names of the first part's tests and values stay; those of the others end in ``@`` and the part. Titles of tests,
+    reasons and notes name the part. ``kind``: GPU or node. ``more``: tests of all parts together.
     """
-    (first, document), *others = documents.items()
-    tests = list(document["tests"])
-    for name, other in others:
-        for test in other["tests"]:
-            values = [value | {"name": f"{value['name']}{MARK}{name}"} for value in test["values"]]
+    first, document = next(iter(documents.items()))
+    tests: list[Mapping[str, Any]] = []
+    for name, one in documents.items():
+        suffix = "" if name == first else f"{MARK}{name}"
+        for test in one["tests"]:
+            values = [_of_part(value, suffix, f"{kind} {name}") for value in test["values"]]
             title = f"{test['title']}, {kind} {name}"
-            tests.append(test | {"name": f"{test['name']}{MARK}{name}", "title": title, "values": values})
+            tests.append(test | {"name": f"{test['name']}{suffix}", "title": title, "values": values})
     if len(documents) > 1:
         tests += spread(documents, kind)
     tests += more
-    notes = [f"{kind} {name}: {note}" for name, other in others for note in other["notes"]]
+    notes = [f"{kind} {name}: {note}" for name, one in documents.items() for note in one["notes"]]
     devices: dict[str, list[str]] = {}
     for name, one in documents.items():
         devices.setdefault(one["device"], []).append(name)
@@ -151,7 +152,7 @@ def joined(
         unlike = "; ".join(f"{device}: {', '.join(names)}" for device, names in devices.items())
         notes.append(f"Not all {kind}s are alike, and only like ones are compared. {unlike}.")
     merged = dict(document) | {
-        "notes": [*document["notes"], *notes],
+        "notes": notes,
         "parts": {"kind": kind, "names": list(documents), "first": first},
         "tests": tests,
         "seconds": seconds,
@@ -159,6 +160,11 @@ def joined(
         "complete": len(documents) == expected and all(one["complete"] for one in documents.values()),
     }
     return merged | {"answer": answer(merged)}
+
+
+def _of_part(value: Mapping[str, Any], suffix: str, part: str) -> dict[str, Any]:
+    reason = value.get("reason")
+    return {**value, "name": f"{value['name']}{suffix}", "reason": f"{part}: {reason}" if reason else ""}
 
 
 def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -180,7 +186,7 @@ def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[s
     judged: dict[str, Judged] = {}
     for (name, of), values in found.items():
         one = next(iter(values.values()))
-        name, title = (f"{name}{MARK}{of}", f"{one['title']}, {of}") if of else (name, one["title"])
+        name, title = (f"{name}_{of}", f"{one['title']}, {of}") if of else (name, one["title"])
         medians = {part: value["median"] for part, value in values.items()}
         if one["better"] == "same" and len(values) > 1:
             wrong = different_parts(medians)

@@ -102,7 +102,7 @@ def _worse(tests: list[Document]) -> str:
     """The values that failed, then the marginal ones, the largest differences first; the others as a count."""
     values = [value for test in tests for value in test.parts("values")]
     found = [
-        (value.text("verdict") != "FAIL", *_by_how_much(value), value.text("title"))
+        (value.text("verdict") != "FAIL", *_by_how_much(value), _title(value))
         for value in values
         if value.text("verdict") in ("MARGINAL", "FAIL")
     ]
@@ -131,6 +131,12 @@ def _by_how_much(value: Document) -> tuple[float, str]:
     return share, f"{abs(share):.1%} {'above' if lower else 'below'} {of}"
 
 
+def _title(value: Document) -> str:
+    """With the GPU or node that a value is of, if it is not the first: its name ends in that."""
+    part = value.text("name").partition("@")[2]
+    return value.text("title") + (f" @{part}" if part else "")
+
+
 def _badge(verdict: str) -> Badge:
     return Badge(verdict, TONES.get(verdict, "quiet"))
 
@@ -138,7 +144,7 @@ def _badge(verdict: str) -> Badge:
 def _values(tests: list[Document]) -> Table:
     values = [value for test in tests for value in test.parts("values")]
     fields = [
-        word("Value", "title"),
+        Field("Value", _title),
         Field("Median", _median, numeric=True),
         Field("Spread", _spread, "%", numeric=True),
         Field("Bound", _share, "%", numeric=True),
@@ -162,7 +168,7 @@ def _against_baseline(tests: list[Document]) -> Iterator[Table]:
         if "baseline" in value and value.text("better") in SPEEDS
     ]
     fields = (
-        word("Value", "title"),
+        Field("Value", _title),
         Field("Median", _median, numeric=True),
         Field("Baseline", _baseline, numeric=True),
         Field("Differs", lambda value: _percent(value.number("difference"), "+.1f"), "%", numeric=True),
@@ -227,7 +233,7 @@ def _reasons(tests: list[Document]) -> Iterator[Points]:
             if value.text("reason")
         ),
         *(
-            ("", f"{value.text('title')}: {value.text('note')}")
+            ("", f"{_title(value)}: {value.text('note')}")
             for test in tests
             for value in test.parts("values")
             if value.text("note")
@@ -239,7 +245,7 @@ def _reasons(tests: list[Document]) -> Iterator[Points]:
 
 def _shares(tests: list[Document]) -> Iterator[Figure]:
     bars = [
-        Bar(value.text("title"), 100 * share, "" if value.part("bound").flag("certain") else "measured")
+        Bar(_title(value), 100 * share, "" if value.part("bound").flag("certain") else "measured")
         for test in tests
         for value in test.parts("values")
         if (share := value.number("share")) is not None and share >= LEAST_SHARE_DRAWN
@@ -272,7 +278,7 @@ def _roofline(tests: list[Document]) -> Iterator[Figure]:
         keys = keys_seen(work.windows, load.sequences * load.prompt_tokens, load.sequences)
         operations = load.sequences * (work.token_operations + work.sample_operations) + keys * work.pair_operations
         moved = work.weights_bytes + keys * work.cached_token_bytes
-        points.append(Point(value.text("title"), operations / moved, 1e3 * operations / milliseconds))
+        points.append(Point(_title(value), operations / moved, 1e3 * operations / milliseconds))
     if read and roofs and points:
         named = [(f"{precision} products", rate) for precision, rate in sorted(roofs.items())]
         yield roofline_chart("Roofline, measured", read * 1e9, named, points)
@@ -312,7 +318,7 @@ def _attention_points(medians: dict[str, float], *, on_gpu: bool) -> Iterator[Po
 def _bands(tests: list[Document]) -> Iterator[Figure]:
     """Values with published ones, as dots over the shaded range."""
     found = [
-        Banded(value.text("title"), value.text("unit"), median, lowest, highest)
+        Banded(_title(value), value.text("unit"), median, lowest, highest)
         for test in tests
         for value in test.parts("values")
         if (median := value.number("median")) is not None
@@ -362,7 +368,7 @@ def _bounds(tests: list[Document]) -> Terms:
                 lowest, highest = (number(value.part("band").number(key)) for key in ("lowest", "highest"))
                 words.append(f"normal {lowest} to {highest} {value.text('unit')}: {'; '.join(sources)}")
             if words:
-                terms[value.text("title")] = ". ".join(words)
+                terms[_title(value)] = ". ".join(words)
     return Terms(terms)
 
 
