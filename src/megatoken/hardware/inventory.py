@@ -94,6 +94,12 @@ def multiplies_bf16() -> bool:
     return not set(BF16_INSTRUCTIONS).isdisjoint(cpu()["instruction_sets"])
 
 
+def shares_matrix_units() -> bool:
+    """Whether products of bf16 run on units (AMX) of which other virtual machines of the host may take a part."""
+    flags = (_fields(Path("/proc/cpuinfo")).get("flags") or "").split()
+    return {"amx_bf16", "hypervisor"} <= set(flags)
+
+
 def gpus() -> list[dict[str, Any]]:
     """One entry per NVIDIA GPU; empty without a GPU, a driver or the package nvidia-ml-py."""
     library = nvml.open_nvml()

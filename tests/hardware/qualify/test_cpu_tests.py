@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from megatoken.engine.ops import cpu
 from megatoken.hardware import inventory
 from megatoken.hardware.qualify import catalog, cpu_memory, cpu_tests, processor
 from megatoken.hardware.qualify.catalog import CPU_QUICK, TESTS, choose
 from megatoken.hardware.qualify.cpu_memory import caches, nodes
 from megatoken.hardware.qualify.cpu_tests import memory
-from megatoken.hardware.qualify.values import NotRun
+from megatoken.hardware.qualify.values import NotRun, Setting, Value
 from megatoken.hardware.topology import Cache
 
 MEBIBYTE = 2**20
@@ -144,3 +146,14 @@ def test_copies_between_nodes_are_of_machines_with_several(count, tiny, monkeypa
         monkeypatch.setattr(module, "numa_nodes", lambda: of_machine)
     assert ("nodes" in [test.name for test in choose(TESTS["cpu"], [], full=True)]) is (count > 1)
     assert isinstance(next(nodes(tiny)), NotRun) is (count == 1)
+
+
+@pytest.mark.skipif(not cpu.can_pack(torch.bfloat16), reason="oneDNN has no bf16 on this processor")
+@pytest.mark.parametrize(("shared", "better"), [(True, ""), (False, "higher")])
+def test_products_on_matrix_units_that_others_share_are_only_recorded(
+    shared: bool, better: str, tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_tests, "shares_matrix_units", lambda: shared)
+    found = [one for one in cpu_tests.gemm(tiny) if isinstance(one, Value)]
+    assert {one.better for one in found if one.name.startswith("gemm_bf16")} == {better}
+    assert {one.better for one in found if one.name.startswith("gemm_fp32")} == {"higher"}

@@ -49,6 +49,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gpu_seconds", lambda run, setting, kernels=1: call_seconds(run, setting))
     for module in (gpu_products, gpu_power, exact):
         monkeypatch.setattr(module, "gpu_obstacle", lambda scheme: None)
+    monkeypatch.setattr(gpu_timing, "SETTLED_SECONDS", 0.0)
     for name in ("set_device", "empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")

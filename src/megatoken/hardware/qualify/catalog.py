@@ -87,7 +87,7 @@ CPU_QUICK = Setting(
 )
 CPU_FULL = replace(
     CPU_QUICK,
-    seconds=0.8,
+    seconds=0.7,
     warm_up_seconds=0.3,
     windows=11,
     sides=(512, 1024, 2048),

@@ -11,7 +11,7 @@ import torch
 
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
-from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds
+from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds, settled
 from megatoken.hardware.qualify.shapes import GPU_ATTENTION
 from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
@@ -55,7 +55,7 @@ def kernels(setting: Setting) -> Outcomes:
         )
 
     title = f"Decode attention, {SEQUENCES} sequences of {CONTEXT} tokens, fp8 cache"
-    rate = rates((k.nbytes + v.nbytes) / 1e9, gpu_seconds(attention, setting))
+    rate = rates((k.nbytes + v.nbytes) / 1e9, gpu_seconds(attention, settled(setting)))
     yield Value("decode_attention", title, "GB/s", rate, bound=bound)
 
     starts = torch.arange(0, (PROMPTS + 1) * PROMPT_TOKENS, PROMPT_TOKENS, dtype=torch.int32, device=DEVICE)

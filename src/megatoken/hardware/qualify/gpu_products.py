@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from megatoken.hardware.qualify.gpu_timing import (
     gaussian,
     gaussian_e4m3,
     gpu_seconds,
+    settled,
 )
 from megatoken.hardware.qualify.shapes import GPU_LAYERS, Product, bound_seconds, products_of
 from megatoken.hardware.qualify.timing import rates
@@ -29,8 +30,8 @@ SCALINGS = {"bf16": "bf16", "fp8": "tensor"}
 LAYERS = 8
 """Distinct layers: at least 1.7 GB of weights, so that they come from memory and not from the cache."""
 ZEROS_TOKENS, ZEROS_LAYERS = 4096, 4
-SETTLED_SECONDS = 2.0
-"""After so long under full load the clock swings no more by what the power limit made of it at first."""
+MOST_SIDE = 8192
+"""Of the square in formats that the engine does not use."""
 
 
 class Weights:
@@ -73,7 +74,8 @@ def gemm(setting: Setting) -> Outcomes:
             continue
         for side in setting.sides:
             call = Weights(scaling, [Product("square", side, side)], 1).call(0, side)
-            rate = rates(2e-12 * side**3, gpu_seconds(lambda call=call: call(0), setting))  # type: ignore[misc]
+            of_side = settled(setting) if side == setting.sides[0] else setting
+            rate = rates(2e-12 * side**3, gpu_seconds(lambda call=call: call(0), of_side))  # type: ignore[misc]
             title = f"{precision} product of side {side:,}"
             yield Value(f"gemm_{precision}_{side}", title, "TFLOP/s", rate, bound=product_bound(sheet, precision))
             torch.cuda.empty_cache()
@@ -81,9 +83,9 @@ def gemm(setting: Setting) -> Outcomes:
 
 @torch.inference_mode()
 def formats(setting: Setting) -> Outcomes:
-    """The largest square that the quick set has, in fp32, tf32, int8 and fp8 scaled by row, not by tensor."""
+    """One square in fp32, tf32, int8 and fp8 scaled by row, not by tensor."""
     sheet = start()
-    side = setting.sides[min(len(setting.sides), 2) - 1]
+    side = min(MOST_SIDE, max(setting.sides))
     work = 2e-12 * side**3
     bf16 = None if sheet is None else sheet.operations_per_second.get("bf16")
     left, right = torch.randn(side, side, device=DEVICE), torch.randn(side, side, device=DEVICE)
@@ -123,6 +125,7 @@ def layer_products(setting: Setting) -> Outcomes:
     if obstacle := gpu_obstacle(find_scheme("fp8")):
         yield NotRun("layer_products_fp8", "fp8 products of layers", obstacle, "take a GPU that has fp8")
         return
+    of_values = chain([settled(setting)], repeat(setting))
     for shape in GPU_LAYERS.shapes:
         products = products_of(SHAPES[shape])
         weights = Weights("tensor", products, LAYERS)
@@ -134,7 +137,7 @@ def layer_products(setting: Setting) -> Outcomes:
                     for call in calls:
                         call(layer)
 
-            seconds = gpu_seconds(step, setting, kernels=LAYERS * len(calls))
+            seconds = gpu_seconds(step, next(of_values), kernels=LAYERS * len(calls))
             work = LAYERS * sum(product.operations(tokens) for product in products) / 1e12
             bound = None
             if sheet is not None:
@@ -156,7 +159,7 @@ def zeros(setting: Setting) -> Outcomes:
         return
     product = products_of(SHAPES["llama2-70b"])[2]
     work = ZEROS_LAYERS * product.operations(ZEROS_TOKENS) / 1e12
-    setting = replace(setting, warm_up_seconds=max(setting.warm_up_seconds, SETTLED_SECONDS))
+    setting = settled(setting)
     found = []
     for all_zero in (False, True):
         call = Weights("tensor", [product], ZEROS_LAYERS, zeros=all_zero).call(0, ZEROS_TOKENS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,8 @@ DEVICE = torch.device("cuda", 0)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SHORT_SECONDS, GRAPH_SECONDS = 50e-6, 1e-3
 """Kernels below the first are captured into a CUDA graph of about the second: some hosts launch one in 15 us only."""
+SETTLED_SECONDS = 2.0
+"""After a pause the power limit lets the clock rise too high, then for half a second fall by a sixth."""
 E4M3_SPREAD = 90.0
 """Standard deviation of random e4m3 values: the whole range is used and little of it saturates."""
 
@@ -47,6 +50,11 @@ def gaussian_e4m3(rows: int, columns: int) -> Tensor:
 def timing_event() -> torch.cuda.Event:
     """An event that can be compared with others."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def settled(setting: Setting) -> Setting:
+    """The setting of a value that is measured after a pause."""
+    return replace(setting, warm_up_seconds=max(setting.warm_up_seconds, SETTLED_SECONDS))
 
 
 def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
