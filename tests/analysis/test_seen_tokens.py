@@ -61,6 +61,9 @@ def test_without_times_an_answer_that_was_cut_off_goes_on_at_the_pace_of_others(
     samples.output_tokens[1] = 7  # all that were seen
     tokens = SeenTokens.of(SimpleNamespace(path=tmp_path), samples)  # type: ignore[arg-type]
     assert tokens.within(0, 4.5) == 5 + 7
+    samples.first[1] = 6.0  # after the last of those that ended
+    tokens = SeenTokens.of(SimpleNamespace(path=tmp_path), samples)  # type: ignore[arg-type]
+    assert (tokens.within(0, 4.5), tokens.within(6, 6.5)) == (5, 7)
 
 
 def test_an_answer_that_was_cut_off_has_the_times_until_then() -> None:
@@ -73,4 +76,4 @@ def test_an_answer_that_was_cut_off_has_the_times_until_then() -> None:
     until = tokens.until_cut(samples)
     assert until.last.tolist() == [1.0, 5.0] and until.output_tokens.tolist() == [2, 3]
     assert until.tpot.tolist() == [1.0, 1.5]
-    assert tokens.within(0, 10, of=np.array([False, True])) == 3
+    assert tokens.within_each(0, 10, 3).tolist() == [2, 3, 0]

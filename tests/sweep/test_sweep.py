@@ -318,6 +318,20 @@ def test_a_load_that_was_interrupted_is_not_called_steady(swept: Path, capsys: p
     assert "interrupted" in out and "steady" not in out.replace("steady state", "")
 
 
+def test_a_page_says_how_many_requests_were_judged_and_cut_off(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((swept / "sweep.json").read_text())
+    assert all(
+        (point["requests_judged"], point["requests_cut_off"]) == (point["requests"], 0) for point in document["points"]
+    )
+    show(checked(document))
+    out = capsys.readouterr().out
+    assert "Judged" not in out and "Cut off" not in out  # the table is as wide as a terminal
+    document["points"][0]["requests_cut_off"] = 5
+    show(checked(document))
+    out = capsys.readouterr().out
+    assert "Judged" in out and "Cut off" in out
+
+
 def test_a_window_shorter_than_an_answer_judges_nothing(runs: list[Run], capsys: pytest.CaptureFixture[str]) -> None:
     long = next(row for row in runs[0].requests.to_pylist() if row["output_tokens"] > 3)
     window = [np.nextafter(long["first_token_seconds"], 1e9), long["last_token_seconds"]]

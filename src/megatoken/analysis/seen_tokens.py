@@ -50,7 +50,7 @@ class SeenTokens:
         cut = samples.cut
         paces = samples.tpot[samples.completed]
         if cut.any() and (paces := paces[paces > 0]).size:
-            last = np.where(cut, np.nanmax(last), last)
+            last = np.where(cut, np.fmax(first, np.nanmax(last)), last)
             guessed = np.maximum(0, (last - first) // np.median(paces)) + 1
             counts = np.where(cut, np.where(samples.output_tokens > 1, samples.output_tokens, guessed), counts)
         counts = counts.astype(np.int64)
@@ -74,10 +74,17 @@ class SeenTokens:
         kept = ~samples.failed[owners]
         return cls(lists.flatten().to_numpy()[kept] / 1e9, owners[kept], weights[kept], known=True)
 
-    def within(self, start: float, end: float, of: NDArray[np.bool_] | None = None) -> float:
-        """Tokens seen from ``start`` until before ``end``, of all requests or of those ``of`` [N]."""
-        seen = (self._times >= start) & (self._times < end)
-        return float(self._weights[seen if of is None else seen & of[self._owners]].sum())
+    def within(self, start: float, end: float) -> float:
+        """Tokens seen from ``start`` until before ``end``."""
+        return float(self._weights[self._seen(start, end)].sum())
+
+    def within_each(self, start: float, end: float, count: int) -> Floats:
+        """The same of each of the ``count`` requests [N]."""
+        seen = self._seen(start, end)
+        return np.bincount(self._owners[seen], self._weights[seen], count).astype(np.float64)
+
+    def _seen(self, start: float, end: float) -> NDArray[np.bool_]:
+        return (self._times >= start) & (self._times < end)
 
     def until_cut(self, samples: Samples) -> Samples:
         """``samples`` with the last tokens that were seen of the answers that were cut off at the end of the load."""

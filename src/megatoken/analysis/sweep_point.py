@@ -7,15 +7,14 @@ every limit. Tokens count where they were seen: all tokens seen within the windo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from megatoken.analysis.energy import run_energy
-from megatoken.analysis.goodput import goodput, within_limits
+from megatoken.analysis.goodput import Span, goodput
 from megatoken.analysis.limits import asked_limits, judge_limits, limit_documents, none_ended, why_unjudged
 from megatoken.analysis.machine import run_accelerators
 from megatoken.analysis.seen_tokens import SeenTokens
@@ -30,6 +29,7 @@ TREND_SHARE = 0.1  # of the rate, from the first to the last moment of the windo
 STEEP_SHARE = 0.3  # the same, where the rates of neighbouring spans are too alike to show it with confidence
 MOST_BUCKETS = 6
 TIMELINE_SPANS = 24
+GOODPUT = ("share", "samples_per_second", "output_tokens_per_second")
 LONGEST_STEP_SECONDS = 1.0  # by which the end of a window may be noticed late, or early by rounding
 OVERLOADED_RULE = (
     f"the requests under way grew by more than {100 * BACKLOG_SHARE:g} % of those due and {BACKLOG_DEVIATIONS:g} times"
@@ -79,7 +79,9 @@ def point_figures(run: Run) -> dict[str, Any]:
     steady = _steadiness(samples, tokens, start, end, waits=load["waits"])
     unjudged = none_ended(samples, tokens, start, end)
     begun = done if unjudged else inside.only(inside.completed | inside.cut)
-    limits = run.result.get("ttft_limit_seconds"), run.result.get("tpot_limit_seconds")
+    limits = {f"{name}_seconds": run.result.get(f"{name}_limit_seconds") for name in ("ttft", "tpot")}
+    judged = not unjudged and None not in limits.values()
+    good = goodput(Span.of(samples, tokens, start, end), **limits) if judged else None
     energy = run_energy(run.series)
     return {
         "run": run.path.name,
@@ -114,7 +116,9 @@ def point_figures(run: Run) -> dict[str, Any]:
         "tpot_seconds": tpot,
         **tokens.gap_figures(samples.completed & (samples.scheduled >= start) & (samples.scheduled < end)),
         "ttft_by_input_tokens": _by_input(done),
-        "goodput": None if unjudged else _goodput(samples, tokens, *limits, start, end),
+        "requests_judged": good.judged if good else None,
+        "requests_cut_off": good.cut_off if good else None,
+        "goodput": good and {name: getattr(good, name) for name in GOODPUT},
         "limits": limit_documents(judge_limits(run, asked_limits(run.config), run.config.get("dollars_per_hour"))),
         "energy_joules_per_output_token": energy.joules_per_output_token,
         "timeline": _timeline(samples, tokens, *([start, end] if "stage" in load else _whole(samples))),
@@ -199,19 +203,3 @@ def _by_input(done: Samples) -> list[dict[str, Any]]:
         }
         for power in np.unique(powers)
     ]
-
-
-def _goodput(
-    samples: Samples, tokens: SeenTokens, ttft: float | None, tpot: float | None, start: float, end: float
-) -> Mapping[str, Any] | None:
-    """Of the window; answers that were cut off within the limits are not judged, and their tokens count as good."""
-    if ttft is None or tpot is None:
-        return None
-    seen = tokens.until_cut(samples)
-    good = within_limits(replace(seen, completed=samples.completed | samples.cut), ttft, tpot)
-    inside = (samples.scheduled >= start) & (samples.scheduled < end)
-    judged = seen.only(inside & ~(samples.cut & good))
-    if not len(judged):
-        return None
-    work = goodput(judged, ttft_seconds=ttft, tpot_seconds=tpot, duration_seconds=end - start)
-    return asdict(work) | {"output_tokens_per_second": tokens.within(start, end, of=good) / (end - start)}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatoken.analysis.goodput import goodput
+from megatoken.analysis.goodput import Goodput, Span, counted_span, goodput
+from megatoken.analysis.limits import why_unjudged
 from megatoken.analysis.series import Floats
 from megatoken.analysis.statistics import Samples, leading_rates, samples_needed
+from megatoken.runs.run import Run
+from megatoken.runs.run import Verdict as RunVerdict
 from megatoken.text import count_of
-
-if TYPE_CHECKING:
-    from megatoken.runs.run import Run
 
 PERCENT = 99
 
@@ -30,46 +29,51 @@ class ServiceLevel:
 class Verdict:
     """Whether a run kept a service level.
 
-    ``kept`` is None if the run does not show it. ``good`` requests kept every limit that applies; their share is of
-    all scheduled requests, failed ones included. ``bound_output_tokens_per_second`` is the rate of a run that kept the
-    level, so a rate that the level allows; otherwise no such rate is known and the field is None.
+    ``kept`` is None if the run does not show it. ``good`` requests kept every limit that applies, see ``goodput``;
+    their output tokens are a part of the rate that stands for the run. ``bound_output_tokens_per_second`` is that rate
+    of a run that kept the level, so a rate that the level allows; otherwise no such rate is known and the field is
+    None.
     """
 
     kept: bool | None
     why: str
-    ttft_mean_seconds: float | None
-    tpot_mean_seconds: float | None
-    ttft_p99_seconds: float | None
-    tpot_p99_seconds: float | None
-    good_share: float | None
-    good_requests_per_second: float | None
-    good_output_tokens_per_second: float | None
-    bound_output_tokens_per_second: float | None
+    ttft_mean_seconds: float | None = None
+    tpot_mean_seconds: float | None = None
+    ttft_p99_seconds: float | None = None
+    tpot_p99_seconds: float | None = None
+    good_share: float | None = None
+    good_requests_per_second: float | None = None
+    good_output_tokens_per_second: float | None = None
+    bound_output_tokens_per_second: float | None = None
 
 
 def judge_run(run: Run, level: ServiceLevel) -> Verdict:
-    """Whether ``run``, which completed at least one sample, kept ``level``."""
+    """Whether ``run``, which completed at least one sample, kept ``level``; an interrupted one can only break it."""
     result = run.result
-    seconds = result["output_tokens"] / leading_rates(result)["output_tokens_per_second"]
-    return judge(Samples.of(run.requests), level, offline=result.get("scenario") == "offline", seconds=seconds)
+    rate = leading_rates(result)["output_tokens_per_second"]
+    span = counted_span(run, Samples.of(run.requests), result["output_tokens"] / rate)
+    if span is None:
+        return Verdict(None, why_unjudged(result["load"]))
+    verdict = judge(span, level, offline=result.get("scenario") == "offline", rate=rate)
+    if verdict.kept and run.verdict is RunVerdict.INTERRUPTED:
+        why = "the run was interrupted, so its slowest requests are missing"
+        return replace(verdict, kept=None, why=why, bound_output_tokens_per_second=None)
+    return verdict
 
 
-def judge(samples: Samples, level: ServiceLevel, *, offline: bool, seconds: float) -> Verdict:
-    """Whether samples kept ``level``; at least one must be completed. Rates are per ``seconds``.
+def judge(span: Span, level: ServiceLevel, *, offline: bool, rate: float) -> Verdict:
+    """Whether the requests of a span kept ``level``; ``rate`` of output tokens stands for the run.
 
     In Offline all samples are due at once, so the time to first token does not apply: it is not judged, and ``kept`` is
     None if the other limit was kept.
     """
-    done = samples.only(samples.completed)
-    good = goodput(
-        samples,
-        ttft_seconds=None if offline else level.ttft_seconds,
-        tpot_seconds=level.tpot_seconds,
-        duration_seconds=seconds,
-    )
+    good = goodput(span, ttft_seconds=None if offline else level.ttft_seconds, tpot_seconds=level.tpot_seconds)
+    if good is None:
+        return Verdict(None, "all its requests were cut off, within the limits until then")
+    done = span.samples.only(span.due & span.samples.completed)
     tpot_mean, tpot_p99 = _mean_and_p99(done.tpot)
     ttft_mean, ttft_p99 = (None, None) if offline else _mean_and_p99(done.ttft)
-    kept, why = _kept(good.share, len(samples), offline, level)
+    kept, why = _kept(good, offline, level)
     return Verdict(
         kept=kept,
         why=why,
@@ -79,8 +83,8 @@ def judge(samples: Samples, level: ServiceLevel, *, offline: bool, seconds: floa
         tpot_p99_seconds=tpot_p99,
         good_share=None if offline else good.share,
         good_requests_per_second=None if offline else good.samples_per_second,
-        good_output_tokens_per_second=None if offline else good.output_tokens_per_second,
-        bound_output_tokens_per_second=float(done.output_tokens.sum() / seconds) if kept else None,
+        good_output_tokens_per_second=None if offline else rate * good.output_tokens_share,
+        bound_output_tokens_per_second=rate if kept else None,
     )
 
 
@@ -89,23 +93,22 @@ def how_well_kept(verdict: Verdict) -> tuple[int, float]:
     return (0 if verdict.kept is False else 1 if verdict.kept is None else 2, verdict.good_share or 0.0)
 
 
-def _kept(good_share: float, requests: int, offline: bool, level: ServiceLevel) -> tuple[bool | None, str]:
+def _kept(good: Goodput, offline: bool, level: ServiceLevel) -> tuple[bool | None, str]:
     limits = f"first token within {level.ttft_seconds:g} s, {level.tpot_seconds:g} s per further token"
     if offline:
         limits = f"{level.tpot_seconds:g} s per further token"
-    enough = good_share >= PERCENT / 100
-    if not enough:
-        why = f"only {100 * good_share:.2f} % of {count_of(requests, 'request')} kept {limits}; {PERCENT} % must"
+    requests = count_of(good.judged, "request") + (f" ({good.cut_off:,} more were cut off)" if good.cut_off else "")
+    share = f"{100 * good.share:.2f} %"
+    if good.share < PERCENT / 100:
+        why = f"only {share} of {requests} kept {limits}; {PERCENT} % must"
         return False, f"{why}: this rate breaks the service level; a lower rate that keeps it is not known"
-    if requests < samples_needed(PERCENT):
-        few = f"{count_of(requests, 'request')} {'is' if requests == 1 else 'are'} too few"
+    if good.judged < samples_needed(PERCENT):
+        few = f"{requests} {'is' if good.judged == 1 else 'are'} too few"
         return None, f"{few} to judge {PERCENT} % of requests; at least {samples_needed(PERCENT)} are needed"
     if offline:
-        return None, (
-            f"{100 * good_share:.2f} % kept {limits}, but time to first token does not apply to Offline; run the Server"
-            " scenario"
-        )
-    return True, f"{100 * good_share:.2f} % of {count_of(requests, 'request')} kept {limits}"
+        why = "time to first token does not apply to Offline; run the Server scenario"
+        return None, f"{share} kept {limits}, but {why}"
+    return True, f"{share} of {requests} kept {limits}"
 
 
 def _mean_and_p99(values: Floats) -> tuple[float, float] | tuple[None, None]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatoken.analysis.goodput import goodput, within_limits
+from megatoken.analysis.goodput import Span, counted_span, goodput, within_limits
 from megatoken.analysis.limits import SHORTCUTS, asked_limits
 from megatoken.analysis.statistics import Samples
 from megatoken.report.blocks import Block, Column, Figure, Table
 from megatoken.report.curves import MAX_POINTS, line_chart
 from megatoken.report.plots import Line, Mark
 from megatoken.runs.run import Run
-from megatoken.text import precise
+from megatoken.text import ABSENT, precise
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +43,40 @@ def limits_of(run: Run) -> tuple[Limits, ...]:
 
 def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:
     """The work of a run within its limits, and within any limit."""
-    duration = run.result.get("duration_seconds")
-    if not duration or not len(samples):
+    span = counted_span(run, samples, run.result.get("duration_seconds"))
+    if span is None or not len(samples):
         return
     offline = run.result.get("scenario") == "offline"
     rows = []
     known = limits_of(run)
     for limits in known:
-        good = goodput(
-            samples,
-            ttft_seconds=None if offline else limits.ttft_seconds,
-            tpot_seconds=limits.tpot_seconds,
-            duration_seconds=duration,
-        )
+        ttft = None if offline else limits.ttft_seconds
+        good = goodput(span, ttft_seconds=ttft, tpot_seconds=limits.tpot_seconds)
         first = "does not apply" if offline else _shown(limits.ttft_seconds, 1, "s")
-        figures = (100 * good.share, good.samples_per_second, good.output_tokens_per_second)
-        rows.append((limits.name, first, _shown(limits.tpot_seconds, 1000, "ms"), *map(precise, figures)))
-    numbers = {"Good": "%", "Goodput": "samples/s", "Output": "tokens/s"}
+        figures: tuple[str, ...] = (ABSENT,) * 5
+        if good:
+            counts, rates = (good.judged, good.cut_off), (good.samples_per_second, good.output_tokens_per_second)
+            figures = tuple(map(precise, (100 * good.share, *counts, *rates)))
+        rows.append((limits.name, first, _shown(limits.tpot_seconds, 1000, "ms"), *figures))
+    numbers = {"Good": "%", "Judged": "", "Cut off": "", "Goodput": "samples/s", "Output": "tokens/s"}
     heads = (Column("Limits"), Column("First token"), Column("Per token"))
     columns = (*heads, *(Column(name, unit, numeric=True) for name, unit in numbers.items()))
     note = "Time to first token does not apply to Offline, where all samples are due at once."
     yield Table("Work within limits", columns, tuple(rows), stacked=True, note=note if offline else "")
-    yield from _goodput_figure(samples, duration, known, offline=offline)
+    yield from _goodput_figure(span, known, offline=offline)
 
 
 def _shown(seconds: float | None, scale: int, unit: str) -> str:
     return "none" if seconds is None else f"{scale * seconds:g} {unit}"
 
 
-def _goodput_figure(samples: Samples, duration: float, known: tuple[Limits, ...], *, offline: bool) -> Iterator[Figure]:
+def _goodput_figure(span: Span, known: tuple[Limits, ...], *, offline: bool) -> Iterator[Figure]:
     """How much work is within a limit on the time per output token, for every limit."""
     waits: list[tuple[str, float | None]] = [("any time to first token", None)]
     if not offline:
         firsts = dict.fromkeys(limits.ttft_seconds for limits in known if limits.ttft_seconds is not None)
         waits += [(f"first token within {seconds:g} s", seconds) for seconds in firsts]
-    lines = [goodput_curve(name, samples, duration, wait) for name, wait in waits]
+    lines = [goodput_curve(name, span, wait) for name, wait in waits]
     longest = float(max(line.x[-1] for line in lines))
     if longest <= 0:
         return
@@ -106,15 +105,15 @@ def _goodput_figure(samples: Samples, duration: float, known: tuple[Limits, ...]
     )
 
 
-def goodput_curve(name: str, samples: Samples, duration_seconds: float, ttft_seconds: float | None) -> Line:
+def goodput_curve(name: str, span: Span, ttft_seconds: float | None) -> Line:
     """Output tokens per second of the samples within each limit on the time per output token, in milliseconds.
 
-    ``samples`` are all of the run, failed ones too; its duration is above zero; ``ttft_seconds`` is a limit on the time
-    to first token as well, None: no limit.
+    ``ttft_seconds`` is a limit on the time to first token as well, None: no limit.
     """
-    kept = samples.only(within_limits(samples, ttft_seconds, None) & np.isfinite(samples.tpot))
-    milliseconds = 1000 * kept.tpot
+    paces = 1000 * span.samples.tpot
+    kept = within_limits(span.samples, ttft_seconds, None) & np.isfinite(paces) & (span.output_tokens > 0)
+    milliseconds = paces[kept]
     order = np.argsort(milliseconds)
-    rates = np.cumsum(kept.output_tokens[order]) / duration_seconds
+    rates = np.cumsum(span.output_tokens[kept][order]) / span.seconds
     picked = np.unique(np.linspace(0, max(len(order) - 1, 0), MAX_POINTS).round().astype(int))[: len(order)]
     return Line(name, np.append(0.0, milliseconds[order][picked]), np.append(0.0, rates[picked]))

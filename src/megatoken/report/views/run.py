@@ -74,8 +74,10 @@ DEFINITIONS = {
     " one value per sample.",
     "Percentiles": f"{PERCENTILE_METHOD[0].upper()}{PERCENTILE_METHOD[1:]}. A star marks a percentile that has too few"
     " samples for 99 % confidence.",
-    "Goodput": "Work of the completed samples that met both limits, over the duration of the run; the share is of all"
-    " scheduled samples, failed ones included. The limits are MLPerf's for llama2-70b, as a reference only.",
+    "Goodput": "Good: the share of the judged samples that met the limits. Judged: all samples that were due, failed"
+    " ones included, except answers that were within the limits when they were cut off. Output: tokens of the samples"
+    " that met the limits, so far as they were seen. Of all of the run, or of the window of its load if it has one; of"
+    " an interrupted run, until the last row of its time series.",
 }
 FILES = {
     "result.json": "verdict, reasons and every metric, its unit in its name",

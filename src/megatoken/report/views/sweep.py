@@ -44,6 +44,7 @@ LATENCIES = {
     "Latency from send": ("s", "latency_from_send_seconds", 1.0),
     ISSUED_LATE: ("ms", "send_lag_seconds", 1000.0),
 }
+_JUDGED = (figure("Judged", "requests_judged"), figure("Cut off", "requests_cut_off"))
 TITLES = {
     "steady": "Steady",
     "overloaded": "Overloaded",
@@ -295,6 +296,7 @@ def _points_table(document: Document, sweep: Sweep) -> Table:
         _latency("p99", "ttft_seconds", "p99"),
         _latency("TPOT p99", "tpot_seconds", "p99"),
         Field("Good", lambda point: _percent(point.part("goodput").number("share")), "%", numeric=True),
+        *(_JUDGED if any(point.number("requests_cut_off") for point in sweep.points) else ()),
         Field("State", _state),
     )
     note = f"{_load_note(sweep, '; ')}Output is {rate_unit([sweep])}; User is the rate of the median user's answer."
