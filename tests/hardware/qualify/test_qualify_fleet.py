@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.hardware.qualify.fleet import Pair, isolate, rounds, slow_parts
+from megatoken.hardware.qualify.fleet import Pair, graded_parts, isolate, rounds
+from megatoken.hardware.qualify.judge import Verdict
 
 FAST, SLOW = 48.0, 30.0
 
@@ -80,9 +81,16 @@ def test_two_nodes_have_no_majority() -> None:
     assert (found.bad_nodes, found.bad_links) == ((), (("n00", "n01"),))
 
 
-def test_a_gpu_that_is_slower_than_its_neighbours_is_named() -> None:
-    rates = {"0": 1260.0, "1": 1262.0, "2": 1180.0, "3": 1255.0}
-    assert slow_parts(rates, "higher") == ["2"]
-    assert slow_parts({name: 1e6 / rate for name, rate in rates.items()}, "lower") == ["2"]
-    assert slow_parts(rates | {"2": 1245.0}, "higher") == []  # cards of one host differ by 2 %
-    assert slow_parts({"0": 1260.0, "1": 800.0}, "higher") == []
+def test_a_gpu_that_is_slower_than_its_neighbours_is_named_and_one_far_behind_fails() -> None:
+    rates = {"0": 1260.0, "1": 1262.0, "2": 1180.0, "3": 1100.0, "4": 1255.0, "5": 1258.0}
+    graded = {"3": Verdict.FAIL, "2": Verdict.MARGINAL}
+    assert list(graded_parts(rates, "higher").items()) == list(graded.items())
+    assert graded_parts({name: 1e6 / rate for name, rate in rates.items()}, "lower") == graded
+    assert graded_parts(rates | {"2": 1245.0, "3": 1245.0}, "higher") == {}  # cards of one host differ by 2 %
+    assert graded_parts({"0": 1260.0, "1": 800.0}, "higher") == {}
+    assert graded_parts(rates, "") == {}
+
+
+def test_one_pair_of_gpus_just_below_the_limit_does_not_fail() -> None:
+    pairs = {f"pair {number}": 397.0 for number in range(27)} | {"0-5": 383.0}
+    assert graded_parts(pairs, "higher") == {"0-5": Verdict.MARGINAL}

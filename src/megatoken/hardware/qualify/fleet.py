@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatoken.hardware.qualify.judge import MARGIN, Verdict
 from megatoken.hardware.qualify.values import NORMAL_MAD, SPEEDS
 
 LEAST_DIFFERENCE, DEVIATIONS = 0.03, 3.0
@@ -33,13 +34,24 @@ def slow_limit(values: Iterable[float]) -> float:
     return median - max(LEAST_DIFFERENCE * abs(median), DEVIATIONS * deviation)
 
 
-def slow_parts(values: Mapping[str, float], better: str) -> list[str]:
-    """Those that are worse than the others, the worst first; none of fewer than three, whose majority is unknown."""
+def graded_parts(values: Mapping[str, float], better: str) -> dict[str, Verdict]:
+    """Those that are worse than the others, the worst first: MARGINAL up to 5 % behind the limit, then FAIL.
+
+    Empty for fewer than three values, whose majority is unknown, and for values that are not speeds.
+    """
     if len(values) < FEWEST or better not in SPEEDS:
-        return []
-    signed = values if better == "higher" else {name: -value for name, value in values.items()}
+        return {}
+    sign = 1 if better == "higher" else -1
+    signed = {name: sign * value for name, value in values.items()}
     limit = slow_limit(signed.values())
-    return sorted((name for name, value in signed.items() if value < limit), key=signed.__getitem__)
+    fails_below = limit - MARGIN * abs(limit)
+    slow = sorted((name for name, value in signed.items() if value < limit), key=signed.__getitem__)
+    return {name: Verdict.FAIL if signed[name] < fails_below else Verdict.MARGINAL for name in slow}
+
+
+def slow_parts(values: Mapping[str, float], better: str) -> list[str]:
+    """Those that ``graded_parts`` finds, without their verdicts."""
+    return list(graded_parts(values, better))
 
 
 def different_parts(results: Mapping[str, float]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatoken.hardware.nvml import all_gpus, open_nvml
 from megatoken.hardware.qualify.catalog import Device, HardwareTest
-from megatoken.hardware.qualify.fleet import FEWEST, different_parts, slow_limit, slow_parts
+from megatoken.hardware.qualify.fleet import FEWEST, different_parts, graded_parts
 from megatoken.hardware.qualify.judge import (
     CONTENTION,
     MARGIN,
@@ -194,7 +194,7 @@ def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[s
             outcomes.append(Value(f"differ_{name}", title, f"{kind}s", [len(wrong)], "zero"))
             judged[f"differ_{name}"] = _different(wrong, len(values), kind)
         elif one["better"] in SPEEDS and len(values) >= FEWEST:
-            slow = slow_parts(medians, one["better"])
+            slow = graded_parts(medians, one["better"])
             outcomes.append(Value(f"slow_{name}", f"{title}: slow {kind}s", f"{kind}s", [len(slow)], "zero"))
             judged[f"slow_{name}"] = _slow(values, slow, kind)
         elif one["better"] in SPEEDS and len(values) == 2:
@@ -226,19 +226,17 @@ def _different(wrong: Sequence[str], parts: int, kind: str) -> Judged:
     return Judged(Verdict.FAIL, f"{names}: the result is not that of most {kind}s, so it is wrong")
 
 
-def _slow(values: Mapping[str, Mapping[str, Any]], slow: Sequence[str], kind: str) -> Judged:
+def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], kind: str) -> Judged:
     """The verdict on a speed of several parts, of which these are slow: the worst one decides, and all are named."""
     sign = -1 if _better(values) == "lower" else 1
-    signed = {part: sign * value["median"] for part, value in values.items()}
-    middle, limit = statistics.median(signed.values()), slow_limit(signed.values())
+    middle = statistics.median(value["median"] for value in values.values())
     most_are_noisy = 2 * sum(value["noisy"] for value in values.values()) > len(values)
     verdicts, reasons = [Verdict.PASS], []
-    for part in slow:
+    for part, verdict in slow.items():
         value = values[part]
         noisy = value["noisy"] or most_are_noisy
-        fails = signed[part] < limit - MARGIN * abs(limit) and (not noisy or _far_behind(part, values, sign))
-        verdicts.append(Verdict.FAIL if fails else Verdict.MARGINAL)
-        behind = f"{abs(signed[part] / middle - 1):.1%} {'above' if sign < 0 else 'below'} the median"
+        verdicts.append(Verdict.MARGINAL if noisy and not _far_behind(part, values, sign) else verdict)
+        behind = f"{abs(value['median'] / middle - 1):.1%} {'above' if sign < 0 else 'below'} the median"
         remark = ", noisy" if value["noisy"] else ""
         reasons.append(f"{kind} {part}: {number(value['median'])} {value['unit']}, {behind}{remark}")
     if most_are_noisy and slow:
