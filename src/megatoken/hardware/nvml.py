@@ -27,6 +27,8 @@ CLOCK_REASONS = {
 POWER_CAP = 0x004
 HARMFUL_REASONS = 0x008 | 0x020 | 0x040 | 0x080
 """Faults of cooling, power supply or hardware. The power cap is how such GPUs work at full load."""
+HARDWARE_XIDS = {48, 56, 57, 58, 62, 63, 64, 65, 68, 69, 73, 74, 79, 80, 81, 92, 119, 120}
+"""Critical errors that point to hardware, as Azure's health checks list them; others are also made by programs."""
 MOST_LINKS = 18
 LINK_ERROR_FIELDS = (161, 162, 163, 206, 207, 208, 210, 211, 212, 214, 219)
 """Per link: replays, recoveries and CRC errors up to NVLink 4; from NVLink 5 on packets, buffers, receivers, link
@@ -169,13 +171,14 @@ class NvmlGpu:
             "counters": asdict(self.counters()),
         }
 
-    def watch_xids(self) -> None:
-        """Collect critical errors (XID) from now on."""
+    def watch_xids(self) -> bool:
+        """Collect critical errors (XID) from now on; False where they are not reported."""
         try:
             self._xids = self.nvml.nvmlEventSetCreate()
             self.nvml.nvmlDeviceRegisterEvents(self.handle, self.nvml.nvmlEventTypeXidCriticalError, self._xids)
         except (self.nvml.NVMLError, AttributeError):
             self._xids = None
+        return self._xids is not None
 
     def new_xids(self) -> list[int] | None:
         """Codes of the critical errors since the last call; None where they are not reported."""

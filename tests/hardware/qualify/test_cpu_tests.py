@@ -144,7 +144,7 @@ def test_copies_between_nodes_are_of_machines_with_several(count, tiny, monkeypa
     of_machine = {node: [0] for node in range(count)}
     for module in (catalog, cpu_memory):
         monkeypatch.setattr(module, "numa_nodes", lambda: of_machine)
-    assert ("nodes" in [test.name for test in choose(TESTS["cpu"], [], full=True)]) is (count > 1)
+    assert ("numa" in [test.name for test in choose(TESTS["cpu"], [], full=True)]) is (count > 1)
     assert isinstance(next(nodes(tiny)), NotRun) is (count == 1)
 
 

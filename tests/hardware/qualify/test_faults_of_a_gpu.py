@@ -88,8 +88,7 @@ def test_errors_under_load_are_found_and_named(brief: Setting, monkeypatch: pyte
     (of_test,) = (test for test in document["tests"] if test["name"] == "errors")
     serious, corrected = (value["note"] for value in of_test["values"])
     assert serious == "; ".join(
-        f"1 {what} during Test products"
-        for what in ("memory errors that could not be corrected", "critical errors (XID) 48")
+        f"{what} during Test products" for what in ("1 memory errors that could not be corrected", "XID 48")
     )
     assert corrected == "2 corrected memory errors during Test products"
 

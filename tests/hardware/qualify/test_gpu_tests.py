@@ -23,6 +23,7 @@ from megatoken.hardware.qualify import (
     collectives,
     exact,
     facts,
+    gpu_copies,
     gpu_kernels,
     gpu_memory,
     gpu_power,
@@ -41,15 +42,25 @@ def quick_product(
     return ((x.float() @ weight.float()) * x_scale * weight_scale).to(out_dtype)
 
 
+ASKED: list[tuple[float, int]] = []
+"""Seconds of warm-up and kernels of each value that ``timed`` took."""
+
+
+def timed(run: Callable[[], object], setting: Setting, kernels: int = 1) -> list[float]:
+    """``gpu_seconds`` with the CPU's clock, and without a long warm-up."""
+    ASKED.append((setting.warm_up_seconds, kernels))
+    return call_seconds(run, replace(setting, warm_up_seconds=0.001))
+
+
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules: list[ModuleType] = [gpu_products, gpu_timing, gpu_memory, gpu_kernels, gpu_power]
+    modules: list[ModuleType] = [gpu_products, gpu_timing, gpu_memory, gpu_kernels, gpu_power, gpu_copies]
     for module in modules:
         monkeypatch.setattr(module, "DEVICE", CPU, raising=False)
-        monkeypatch.setattr(module, "gpu_seconds", lambda run, setting, kernels=1: call_seconds(run, setting))
+        monkeypatch.setattr(module, "gpu_seconds", timed)
+    ASKED.clear()
     for module in (gpu_products, gpu_power, exact):
         monkeypatch.setattr(module, "gpu_obstacle", lambda scheme: None)
-    monkeypatch.setattr(gpu_timing, "SETTLED_SECONDS", 0.0)
     for name in ("set_device", "empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -68,6 +79,7 @@ def test_products_have_the_bounds_of_the_data_sheet(tiny: Setting) -> None:
     assert list(found) == ["gemm_bf16_64", "gemm_fp8_64"]
     bounds = [one.bound.value for one in found.values() if isinstance(one, Value) and one.bound]
     assert bounds == [989.0, 1979.0]
+    assert ASKED == [(gpu_timing.SETTLED_SECONDS, 1)] * 2
 
 
 def test_layers_of_few_tokens_are_bound_by_bytes(tiny: Setting) -> None:
@@ -78,6 +90,7 @@ def test_layers_of_few_tokens_are_bound_by_bytes(tiny: Setting) -> None:
     few, many = (found[f"layer_products_fp8_llama2-70b_{tokens}"] for tokens in (64, 1536))
     assert isinstance(few, Value) and isinstance(many, Value) and few.bound and many.bound
     assert few.bound.value < many.bound.value < 1979.0
+    assert ASKED == [(gpu_timing.SETTLED_SECONDS, gpu_products.LAYERS * 4)] * 4
 
 
 def test_zeros_are_zeros_and_the_ratio_is_of_both_rates(tiny: Setting) -> None:
@@ -120,6 +133,68 @@ def _fewer_links(answers: list[Any], wanted: list[Any], gpu: int) -> list[Any]:
     return answers
 
 
+def test_copies_by_node_take_memory_of_each_node_and_check_the_data(
+    tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *_ = cores = sorted(os.sched_getaffinity(0))
+    nodes = {0: [first], 1: [cores[-1]]}
+    taken: list[tuple[set[int], int]] = []
+    empty = torch.empty
+
+    def pinned(*sizes: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        memory = empty(*sizes, **options)
+        if pin_memory:
+            taken.append((os.sched_getaffinity(0), memory.data_ptr()))
+        return memory
+
+    monkeypatch.setattr(gpu_copies, "numa_nodes", lambda: nodes)
+    monkeypatch.setattr(gpu_copies, "_link", lambda: None)
+    monkeypatch.setattr(torch, "empty", pinned)
+    found = values(gpu_copies.copies_by_node, tiny)
+    assert [cores for cores, _ in taken] == [{first}, {cores[-1]}]
+    assert taken[0][1] != taken[1][1], "memory of two nodes is not the same"
+    assert sorted(os.sched_getaffinity(0)) == cores
+    assert list(found) == [
+        *("copy_from_gpu_node0", "copy_to_gpu_node0", "copy_from_gpu_node1", "copy_to_gpu_node1"),
+        "copy_errors_of_nodes",
+    ]
+    wrong = found["copy_errors_of_nodes"]
+    assert isinstance(wrong, Value) and wrong.windows == [0]
+
+
+def test_the_slowest_pair_of_gpus_is_rated_and_slow_ones_are_named(
+    tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, seconds, windows = torch.device, [], []
+
+    def of_pair(copies: list[tuple[torch.Tensor, torch.Tensor]], setting: Setting) -> list[float]:
+        for target, source in copies:
+            target.copy_(source)
+        pair = len(seconds) // 2
+        both = len(copies) == 2
+        rate = {0: 200.0, 4: 383.0}.get(pair, 397.0) if not both else {5: 400.0}.get(pair, 790.0)
+        windows.append(setting.seconds)
+        seconds.append(len(copies) * source.nbytes / 1e9 / rate)
+        return [seconds[-1]] * 3
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: (first, second) != (2, 3))
+    monkeypatch.setattr(gpu_copies.torch, "device", lambda *name: device("cpu"))
+    monkeypatch.setattr(gpu_copies, "_seconds", of_pair)
+    monkeypatch.setattr(gpu_copies, "_facts", lambda: {"nvlinks": 18})
+    found = {name: one for name, one in values(gpu_copies.pairs, tiny).items() if isinstance(one, Value)}
+    assert sum(windows) == pytest.approx(2 * tiny.seconds), "all pairs share the time"
+    one_way, both = found["p2p_one_way"], found["p2p_both_ways"]
+    assert (one_way.median, one_way.note) == (pytest.approx(200.0), "GPUs 0-1")
+    assert (both.median, both.note) == (pytest.approx(400.0), "GPUs 2-3")
+    assert found["p2p_slow_pairs"].windows == [2]
+    assert found["p2p_slow_pairs"].note == "GPUs 0-1: 200 GB/s, one direction; GPUs 2-3: 400 GB/s, both directions"
+    behind = found["p2p_pairs_behind"]
+    assert (behind.windows, behind.better, behind.note) == ([1], "rare", "GPUs 1-3: 383 GB/s, one direction")
+    assert (found["p2p_indirect"].windows, found["p2p_indirect"].note) == ([1], "GPUs 2-3")
+    assert found["p2p_errors"].windows == [0]
+
+
 def test_memory_is_rated_by_the_bytes_of_each_pattern(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory, "gpu_seconds", lambda run, setting: [run() or 1e-3])
     found = values(gpu_memory.hbm, replace(tiny, buffer_bytes=2**16))
@@ -156,7 +231,7 @@ def test_a_launch_is_that_of_the_fastest_core(tiny: Setting) -> None:
 
     seconds, note = gpu_kernels._on_the_best_core(slower_on_the_first, replace(tiny, seconds=0.1))
     assert len(seconds) == tiny.windows and 1e-4 <= min(seconds) < 1e-3
-    assert note.startswith(f"the fastest of {min(len(before), 8)} cores; the slowest takes ")
+    assert note.startswith(f"the fastest of {min(len(before), gpu_kernels.MOST_CORES)} cores; the slowest takes ")
     assert os.sched_getaffinity(0) == before
 
 
@@ -236,7 +311,7 @@ def test_critical_errors_in_the_log_count_if_they_are_of_this_gpu_and_of_hardwar
     log = [{"seconds": 1.0, "device": device, "xid": xid} for xid in (79, 31)]
     monkeypatch.setattr(facts, "logged_xids", lambda: log)
     logged = values(facts.on_gpu, tiny)["xids_logged"]
-    assert isinstance(logged, Value) and logged.windows == expected
+    assert isinstance(logged, Value) and (logged.windows, logged.better) == (expected, "rare")
     assert logged.note == ("XID 79" if expected == [1] else "")
 
 

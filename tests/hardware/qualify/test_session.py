@@ -25,7 +25,7 @@ from megatoken.hardware.qualify.values import Setting, Value
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view
-from stand_in_nvml import StandInNvml
+from stand_in_nvml import NVMLError, StandInNvml
 
 FAST = {"cpu": ["memory", "gemm", "layers", "exact", "latency", "kernels", "disk"]}
 
@@ -52,8 +52,60 @@ def test_errors_that_a_gpu_counts_are_named_with_the_test_during_which(
     library.xids = [48]
     *_, document = qualify([fault("steady")], tiny, "gpu")
     (failed,) = (value for value in document["tests"][-1]["values"] if value["verdict"] == "FAIL")
-    assert failed["note"] == "1 critical errors (XID) 48 during Test steady"
+    assert failed["note"] == "XID 48 during Test steady"
     assert "Errors during the tests" in document["answer"][0] and second["complete"]
+
+
+def counted(library: StandInNvml, tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The values about errors after one test on the first GPU of a stand-in."""
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    *_, document = qualify([fault("steady")], tiny, "gpu")
+    values: list[dict[str, Any]] = document["tests"][-1]["values"]
+    return values
+
+
+def test_a_critical_error_that_a_program_made_is_named_and_not_counted(
+    tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = StandInNvml()
+    library.xids = [45]
+    errors, _ = counted(library, tiny, monkeypatch)
+    assert (errors["median"], errors["verdict"]) == (0, "PASS")
+    assert errors["note"] == "XID 45 (made by programs, not counted) during Test steady"
+
+
+def test_a_gpu_that_stops_answering_has_failed(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = chain([0, 0, 0], repeat(None))  # two GPUs in the inventory, and at the start
+    library = StandInNvml(PcieReplayCounter=lambda gpu: next(replays))
+    errors, _ = counted(library, tiny, monkeypatch)
+    assert errors["verdict"] == "FAIL"
+    assert errors["note"] == "no answer about repeated PCIe packets any more during Test steady"
+
+
+def test_error_counts_that_nothing_reports_did_not_run(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(StandInNvml):
+        def nvmlEventSetCreate(self) -> str:  # noqa: N802
+            raise NVMLError("not supported")
+
+    unknown = dict.fromkeys(("TotalEccErrors", "RemappedRows", "PcieReplayCounter"), NVMLError)
+    assert [one["verdict"] for one in counted(Silent(**unknown), tiny, monkeypatch)] == ["NOT RUN", "NOT RUN"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "together", "watched"), [("1", False, [1]), ("1", True, [1]), (None, True, [0, 1]), ("1,0", False, [1])]
+)
+def test_the_gpus_that_are_tested_are_watched(
+    visible: str | None, together: bool, watched: list[int], tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = StandInNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    list(qualify([replace(fault("steady"), whole=together)], tiny, "gpu"))
+    assert sorted(library.watched) == watched
 
 
 def fault(name: str, limit_seconds: float = 60.0) -> HardwareTest:

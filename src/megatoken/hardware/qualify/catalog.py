@@ -31,7 +31,7 @@ class HardwareTest:
     quick: bool = True  # whether the quick set has it
     twice: bool = False  # whether it runs again after the others, so that a drift in between shows
     whole: bool = False  # whether it is of all GPUs together, and so only of machines with several
-    nodes: bool = False  # whether only machines with several NUMA nodes have it
+    numa: bool = False  # whether only machines with several NUMA nodes have it
 
 
 TESTS: dict[Device, tuple[HardwareTest, ...]] = {
@@ -39,7 +39,7 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("facts", "Facts of the machine", f"{HERE}.facts:on_cpu", twice=True),
         HardwareTest("memory", "Memory", f"{HERE}.cpu_tests:memory", twice=True),
         HardwareTest("caches", "Caches and latency of memory", f"{HERE}.cpu_memory:caches", quick=False),
-        HardwareTest("nodes", "Copies between NUMA nodes", f"{HERE}.cpu_memory:nodes", quick=False, nodes=True),
+        HardwareTest("numa", "Copies between NUMA nodes", f"{HERE}.cpu_memory:nodes", quick=False, numa=True),
         HardwareTest("gemm", "Matrix products", f"{HERE}.cpu_tests:gemm", twice=True),
         HardwareTest("layers", "Products of the engine's layers", f"{HERE}.cpu_tests:layer_products", twice=True),
         HardwareTest("exact", "Exact arithmetic and memory", f"{HERE}.exact:on_cpu"),
@@ -68,7 +68,7 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_gpu", quick=False),
         HardwareTest("pulse", "Load and pauses in turn", f"{HERE}.gpu_power:pulse", quick=False),
         HardwareTest("formats", "Products in other formats", f"{HERE}.gpu_products:formats", quick=False),
-        HardwareTest("nodes", "Copies by NUMA node", f"{HERE}.gpu_copies:copies_by_node", quick=False, nodes=True),
+        HardwareTest("numa", "Copies by NUMA node", f"{HERE}.gpu_copies:copies_by_node", quick=False, numa=True),
         HardwareTest("pairs", "Copies between GPUs", f"{HERE}.gpu_copies:pairs", quick=False, whole=True),
         HardwareTest("collectives", "Collectives", f"{HERE}.collectives:on_gpus", 120.0, quick=False, whole=True),
     ),
@@ -122,7 +122,7 @@ FULL_LIMIT_FACTOR = 6
 
 
 def choose(tests: Sequence[HardwareTest], names: Sequence[str], *, full: bool) -> list[HardwareTest]:
-    """The tests of a set that this machine has parts for, or those named and the facts. Raises UsageError: no such."""
+    """The tests of a set that this machine has parts for, or those named and the facts. Raises UsageError."""
     known = [test.name for test in tests]
     for name in names:
         if name not in known:
@@ -134,7 +134,7 @@ def choose(tests: Sequence[HardwareTest], names: Sequence[str], *, full: bool) -
     chosen = [test for test in tests if full or test.quick]
     if _gpu_count() < 2:
         chosen = [test for test in chosen if not test.whole]
-    return [test for test in chosen if not test.nodes or len(numa_nodes()) > 1]
+    return [test for test in chosen if not test.numa or len(numa_nodes()) > 1]
 
 
 def _gpu_count() -> int:

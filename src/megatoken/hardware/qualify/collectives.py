@@ -30,6 +30,8 @@ TITLES = {
 }
 CPU_SIZES = (2**14, 2**20)
 GPU_SIZES = (2**14, 2**20, 2**27, 2**30, 2**32)
+MOST_MEMORY_SHARE = 1 / 16
+"""Of a GPU, that the largest buffer takes: the whole numbers in it and what is compared take several times as much."""
 MOST_CPU_RANKS = 4
 LIMIT_SECONDS, PERIOD_SECONDS = 100.0, 0.05
 """The most that all ranks may take, and how often they are looked at."""
@@ -53,16 +55,20 @@ def on_gpus(setting: Setting) -> Outcomes:
     sheet = gpus().get(part_name(torch.cuda.get_device_name(0)))
     link = None if sheet is None else sheet.link_bytes_per_second
     bound = None if link is None else Bound(link / 1e9, "data sheet of the links, one direction", certain=False)
-    yield from _collectives("nccl", count, GPU_SIZES, bound, setting)
+    most = MOST_MEMORY_SHARE * min(torch.cuda.get_device_properties(index).total_memory for index in range(count))
+    yield from _collectives("nccl", count, tuple(size for size in GPU_SIZES if size <= most), bound, setting)
     yield from _links(count)
 
 
 def _collectives(backend: str, ranks: int, sizes: tuple[int, ...], bound: Bound | None, setting: Setting) -> Outcomes:
-    wrong = 0
+    wrong, left_out = 0, []
     of = f"{ranks} GPUs" if backend == "nccl" else f"{ranks} processes"
     seconds = max(setting.seconds / 2, 0.01)
     for result in run_ranks(backend, ranks, sizes, setting.windows, seconds):
         operation, size = result["operation"], result["bytes"]
+        if result["seconds"] is None:
+            left_out.append(f"{TITLES[operation]} of {size:,} bytes")
+            continue
         wrong += result["wrong"]
         moved = size * bus_share(operation, ranks) / 1e9
         yield Value(
@@ -73,13 +79,14 @@ def _collectives(backend: str, ranks: int, sizes: tuple[int, ...], bound: Bound 
             bound=bound if size >= 2**27 else None,
             note=f"{1e6 * sorted(result['seconds'])[len(result['seconds']) // 2]:.1f} us",
         )
-    yield Value("collective_errors", f"Results of the collectives between {of}", "wrong", [wrong], "zero")
+    note = f"would have taken too long: {', '.join(left_out)}" if left_out else ""
+    yield Value("collective_errors", f"Results of the collectives between {of}", "wrong", [wrong], "zero", note=note)
 
 
 def run_ranks(
     backend: str, ranks: int, sizes: tuple[int, ...], windows: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """What rank 0 printed, line by line.
+    """What rank 0 printed, line by line; ``seconds`` is None of a size that would have taken too long.
 
     Raises:
         CapacityError: a rank ran out of memory.

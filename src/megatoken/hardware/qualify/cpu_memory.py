@@ -95,7 +95,7 @@ def nodes(setting: Setting) -> Outcomes:
     found = numa_nodes()
     if len(found) < 2:
         reason, enable = "the usable cores are of one NUMA node", "take a machine, or cores, of several"
-        yield NotRun("nodes", "Copies between NUMA nodes", reason, enable)
+        yield NotRun("numa", "Copies between NUMA nodes", reason, enable)
         return
     last_levels = [cache.size_bytes for cores in found.values() for cache in data_caches(cores[0])[-1:]]
     size, note = buffer_bytes(setting, max(last_levels, default=0), 2)

@@ -40,9 +40,7 @@ PATTERNS: dict[str, tuple[str, int, Callable[[Tensor, Tensor, Tensor], object]]]
 }
 """Title, buffers that are read or written, and the work on three buffers."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SHARED_UNITS = (
-    "recorded only: other virtual machines on the host can take more than half of the matrix units for minutes"
-)
+SHARED_UNITS = "recorded only: on a virtual machine with AMX this rate was seen to fall by 60 % for minutes"
 LAYERS = 8
 """Distinct layers of weights, so that they come from memory and not from a cache."""
 SHAPE, PAGE_SIZE, CONTEXT = "125m", 64, 512

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from megatoken.hardware.host_sensors import logged_xids
-from megatoken.hardware.nvml import nvml_gpu
+from megatoken.hardware.nvml import HARDWARE_XIDS, nvml_gpu
 from megatoken.hardware.qualify.processor import clock
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import contradictions
-
-HARDWARE_XIDS = {48, 56, 57, 58, 62, 63, 64, 65, 68, 69, 73, 74, 79, 80, 81, 92, 119, 120}
-"""Critical errors that point to hardware, as Azure's health checks list them; others are also made by programs."""
 
 
 def on_cpu(setting: Setting) -> Outcomes:
@@ -57,8 +54,8 @@ def on_gpu(setting: Setting) -> Outcomes:
             for one in logged
             if str(one["device"]).removeprefix("PCI:").lower() in bus and one["xid"] in HARDWARE_XIDS
         ]
-        title, note = "Critical errors of hardware in the kernel's log", ", ".join(f"XID {xid}" for xid in found)
-        yield Value("xids_logged", title, "errors", [float(len(found))], "zero", note=note)
+        title, note = "Critical errors of hardware since the node started", ", ".join(f"XID {xid}" for xid in found)
+        yield Value("xids_logged", title, "errors", [float(len(found))], "rare", note=note)
     against = list(contradictions(facts | {"pcie_lanes": None}))  # the lanes are a value of their own
     yield Value(
         "specification", "Contradictions with the data sheet", "facts", [len(against)], "zero", note="; ".join(against)

@@ -5,10 +5,13 @@ Each is measured one way and both ways at once. Of the pairs of GPUs the slow on
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
+from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import torch
 
@@ -16,8 +19,9 @@ from megatoken.engine.gpus import gpus
 from megatoken.errors import CapacityError
 from megatoken.hardware.nvml import nvml_gpu
 from megatoken.hardware.qualify.exact import different_elements
-from megatoken.hardware.qualify.fleet import slow_parts
+from megatoken.hardware.qualify.fleet import graded_parts
 from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_seconds
+from megatoken.hardware.qualify.judge import Verdict
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import part_name
@@ -72,41 +76,53 @@ def _link() -> Bound | None:
     """What the link to the host carries in one direction; None where NVML does not say."""
     if (rate := C2C_GIGABYTES.get(part_name(torch.cuda.get_device_name(DEVICE)))) is not None:
         return Bound(rate, "data sheet of NVLink-C2C")
-    try:
-        facts = nvml_gpu(device_uuid()).facts()
-    except CapacityError:
-        return None
-    generation, lanes = facts["pcie_generation"], facts["max_pcie_lanes"]
+    facts = _facts()
+    generation, lanes = facts.get("pcie_generation"), facts.get("max_pcie_lanes")
     if generation not in TRANSFERS_PER_LANE or lanes is None:
         return None
     return Bound(TRANSFERS_PER_LANE[generation] * lanes / 8 * ENCODING, f"PCIe {generation} x{lanes}")
 
 
+def _facts() -> dict[str, Any]:
+    """Of the first GPU by NVML; empty without it."""
+    try:
+        return nvml_gpu(device_uuid()).facts()
+    except CapacityError:
+        return {}
+
+
 @torch.inference_mode()
 def copies_by_node(setting: Setting) -> Outcomes:
-    """Copies of memory that lies on each of the host's NUMA nodes, by a thread that runs there."""
+    """Copies to and from pinned memory of each of the host's NUMA nodes."""
     torch.cuda.set_device(DEVICE)
-    size = min(MOST_BYTES, setting.buffer_bytes)
-    on_gpu, bound = torch.randint(256, (size,), dtype=torch.uint8, device=DEVICE), _link()
-    anywhere = os.sched_getaffinity(0)
-    for node, cores in numa_nodes().items():
-        os.sched_setaffinity(0, cores)
-        try:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)  # the driver takes pages of this node
-        finally:
-            os.sched_setaffinity(0, anywhere)
+    size, wrong, bound = min(MOST_BYTES, setting.buffer_bytes), 0, _link()
+    on_gpu, back = (torch.randint(256, (size,), dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    # All of them before the first is used: PyTorch hands out again what is freed, wherever it lies.
+    pinned = {node: _pinned_by(cores, size) for node, cores in numa_nodes().items()}
+    for node, host in pinned.items():
         seconds = gpu_seconds(lambda host=host: host.copy_(on_gpu, non_blocking=True), setting)  # type: ignore[misc]
         title = f"Copy from the GPU to pinned memory of node {node}"
         yield Value(f"copy_from_gpu_node{node}", title, "GB/s", rates(size / 1e9, seconds), bound=bound)
-        seconds = gpu_seconds(lambda host=host: on_gpu.copy_(host, non_blocking=True), setting)  # type: ignore[misc]
+        seconds = gpu_seconds(lambda host=host: back.copy_(host, non_blocking=True), setting)  # type: ignore[misc]
         title = f"Copy from pinned memory of node {node} to the GPU"
         yield Value(f"copy_to_gpu_node{node}", title, "GB/s", rates(size / 1e9, seconds), bound=bound)
-        del host
+        wrong += different_elements(on_gpu.view(torch.int32), back.view(torch.int32))
+    yield Value("copy_errors_of_nodes", "Data after the copies by node", "wrong", [wrong], "zero")
+
+
+def _pinned_by(cores: list[int], size: int) -> torch.Tensor:
+    """Pinned memory that a thread on these cores takes, which the kernel places on their node."""
+    anywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    finally:
+        os.sched_setaffinity(0, anywhere)
 
 
 @torch.inference_mode()
 def pairs(setting: Setting) -> Outcomes:
-    """Each value is of the slowest pair; a pair that is slower than the others in either value is a fault."""
+    """Each value is of the slowest pair. Far behind the others a pair is a fault, if NVLink makes all of them alike."""
     count, title = torch.cuda.device_count(), "Copies between GPUs"
     if count < 2:
         yield NotRun("p2p", title, f"this machine has {count} GPU", "take a machine with two GPUs or more")
@@ -114,6 +130,7 @@ def pairs(setting: Setting) -> Outcomes:
     sheet = gpus().get(part_name(torch.cuda.get_device_name(0)))
     link = None if sheet is None else sheet.link_bytes_per_second
     size, wrong, blocked = min(MOST_BYTES, setting.buffer_bytes), 0, []
+    setting = replace(setting, seconds=setting.seconds / math.comb(count, 2))
     one_way: dict[str, list[float]] = {}
     both_ways: dict[str, list[float]] = {}
     for first, second in combinations(range(count), 2):
@@ -126,11 +143,13 @@ def pairs(setting: Setting) -> Outcomes:
         target, back = torch.empty_like(other), torch.empty_like(source)
         one_way[name] = rates(size / 1e9, _seconds([(target, source)], setting))
         both_ways[name] = rates(2 * size / 1e9, _seconds([(target, source), (back, other)], setting))
-        wrong += different_elements(target.cpu().view(torch.int32), source.cpu().view(torch.int32))
-        wrong += different_elements(back.cpu().view(torch.int32), other.cpu().view(torch.int32))
+        for copied, original in ((target, source), (back, other)):
+            wrong += different_elements(copied.to(original.device).view(torch.int32), original.view(torch.int32))
         del source, other, target, back
         torch.cuda.empty_cache()
-    slow: dict[str, float] = {}
+    alike = bool(_facts().get("nvlinks"))
+    slow: dict[str, str] = {}
+    behind: dict[str, str] = {}
     for key, ways, found, factor in (
         ("p2p_one_way", "one direction", one_way, 1),
         ("p2p_both_ways", "both directions", both_ways, 2),
@@ -140,11 +159,13 @@ def pairs(setting: Setting) -> Outcomes:
         words = f"{title}, {ways}, the slowest of {count_of(len(found), 'pair')}"
         bound = None if link is None else Bound(factor * link / 1e9, f"data sheet of the links, {ways}")
         yield Value(key, words, "GB/s", found[slowest], bound=bound, note=f"GPUs {slowest}")
-        slow = {name: medians[name] for name in slow_parts(medians, "higher")} | slow
-    note = ", ".join(f"GPUs {name}: {rate:.0f} GB/s" for name, rate in slow.items())
-    yield Value(
-        "p2p_slow_pairs", "Pairs of GPUs that are slower than the others", "pairs", [len(slow)], "zero", note=note
-    )
+        for name, verdict in graded_parts(medians, "higher").items():
+            of_kind = slow if alike and verdict is Verdict.FAIL else behind
+            of_kind.setdefault(name, f"GPUs {name}: {medians[name]:.0f} GB/s, {ways}")
+    words, note = "Pairs of GPUs that are far slower than the others", "; ".join(slow.values())
+    yield Value("p2p_slow_pairs", words, "pairs", [len(slow)], "zero", note=note)
+    words, note = "Pairs of GPUs that are slower than the others", "; ".join(behind.values())
+    yield Value("p2p_pairs_behind", words, "pairs", [len(behind)], "rare", note=note)
     note = ", ".join(f"GPUs {name}" for name in blocked)
     yield Value("p2p_indirect", "Pairs of GPUs without direct access", "pairs", [len(blocked)], "", note=note)
     yield Value("p2p_errors", "Data after the copies between GPUs", "wrong", [wrong], "zero")
@@ -166,6 +187,7 @@ def _seconds(copies: list[tuple[torch.Tensor, torch.Tensor]], setting: Setting) 
             stream.synchronize()
         return time.perf_counter() - began
 
+    run(2)  # the first copies prepare the way
     once = run(2) / 2
     count = max(2, round(setting.seconds / setting.windows / max(once, 1e-6)))
     return [run(count) / count for _ in range(setting.windows)]

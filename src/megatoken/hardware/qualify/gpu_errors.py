@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
-from megatoken.hardware.nvml import NvmlGpu, gpus_of
+from megatoken.hardware.nvml import HARDWARE_XIDS, NvmlGpu, gpus_of
 from megatoken.hardware.qualify.catalog import HardwareTest
 from megatoken.hardware.qualify.processes import Ended, Returned
-from megatoken.hardware.qualify.values import Value
+from megatoken.hardware.qualify.values import NotRun, Outcome, Value
 from megatoken.hardware.telemetry import ERROR_WORDS
 
 CORRECTED = {"ecc_corrected_errors", "pcie_replays", "nvlink_errors", "c2c_errors"}
 """Counters whose growth loses no data. It is a warning; growth of any other is a fault."""
-TITLES = {False: "Errors during the tests", True: "Corrected errors during the tests"}
+XIDS = "xid_errors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Something that a GPU reported: under which counter, how many errors that is, and all of it in words."""
+
+    counter: str
+    errors: int
+    words: str
 
 
 class ErrorWatch:
@@ -22,29 +31,46 @@ class ErrorWatch:
     def __init__(self, uuids: Sequence[str]) -> None:
         self._gpus: list[NvmlGpu] = gpus_of(uuids) or []
         self._counts = [asdict(gpu.counters()) for gpu in self._gpus]
-        for gpu in self._gpus:
-            gpu.watch_xids()
-        self._found: list[tuple[str, int, str]] = []
+        self._known = {name for counts in self._counts for name, count in counts.items() if count is not None}
+        watched = [gpu.watch_xids() for gpu in self._gpus]
+        if any(watched):
+            self._known.add(XIDS)
+        self._seen: list[_Seen] = []
 
     def look(self, test: HardwareTest) -> None:
         """Ascribe what is new to a test that has just ended."""
         for index, gpu in enumerate(self._gpus):
+            where = f" during {test.title}" + (f", GPU {index}" if len(self._gpus) > 1 else "")
             before, self._counts[index] = self._counts[index], asdict(gpu.counters())
             for name, count in self._counts[index].items():
-                if None not in (count, before[name]) and count > before[name]:
-                    self._add(name, count - before[name], test)
+                if before[name] is None:
+                    continue
+                if count is None:  # a card that fell off the bus answers no more
+                    self._seen.append(_Seen(XIDS, 1, f"no answer about {ERROR_WORDS[name]} any more{where}"))
+                elif count > before[name]:
+                    more = count - before[name]
+                    self._seen.append(_Seen(name, more, f"{more} {ERROR_WORDS[name]}{where}"))
             for code in gpu.new_xids() or ():
-                self._add("xid_errors", 1, test, f" {code}")
-
-    def _add(self, name: str, count: int, test: HardwareTest, which: str = "") -> None:
-        self._found.append((name, count, f"{count} {ERROR_WORDS[name]}{which} during {test.title}"))
+                of_hardware = code in HARDWARE_XIDS
+                cause = "" if of_hardware else " (made by programs, not counted)"
+                self._seen.append(_Seen(XIDS, int(of_hardware), f"XID {code}{cause}{where}"))
 
     def ended(self) -> Ended:
         """All of it, as if a test had returned it. Without NVML there is nothing: the test ``facts`` says so."""
-        found = []
-        for corrected, title in TITLES.items() if self._gpus else ():
-            of_kind = [(count, words) for name, count, words in self._found if (name in CORRECTED) is corrected]
-            total, note = sum(count for count, _ in of_kind), "; ".join(words for _, words in of_kind)
-            name, better = ("errors_corrected", "rare") if corrected else ("errors_counted", "zero")
-            found.append(Returned(Value(name, title, "errors", [total], better, note=note), None))  # type: ignore[arg-type]
-        return Ended(tuple(found), 0.0, None)
+        outcomes = self._outcomes() if self._gpus else ()
+        return Ended(tuple(Returned(outcome, None) for outcome in outcomes), 0.0, None)
+
+    def _outcomes(self) -> Iterator[Outcome]:
+        errors, note = self._sum(corrected=False)
+        yield self._value("errors_counted", "Errors during the tests", errors, note, corrected=False)
+        errors, note = self._sum(corrected=True)
+        yield self._value("errors_corrected", "Corrected errors during the tests", errors, note, corrected=True)
+
+    def _sum(self, *, corrected: bool) -> tuple[int, str]:
+        of_kind = [one for one in self._seen if (one.counter in CORRECTED) is corrected]
+        return sum(one.errors for one in of_kind), "; ".join(one.words for one in of_kind)
+
+    def _value(self, name: str, title: str, errors: int, note: str, *, corrected: bool) -> Outcome:
+        if not any((counter in CORRECTED) is corrected for counter in self._known):
+            return NotRun(name, title, "NVML does not report them", "take a GPU and driver that report them")
+        return Value(name, title, "errors", [errors], "rare" if corrected else "zero", note=note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
-from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds, settled
+from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, captured, gpu_seconds, replay_seconds, settled
 from megatoken.hardware.qualify.shapes import GPU_ATTENTION
 from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
@@ -123,30 +124,28 @@ def launch(setting: Setting) -> Outcomes:
     seconds, note = _on_the_best_core(round_trip, setting)
     title = "Launch of a small kernel and wait for it"
     yield Value("kernel_round_trip", title, "us", [1e6 * each for each in seconds], "lower", note=note)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH_KERNELS):
-            one.add_(1.0)
-    seconds = gpu_seconds(graph.replay, setting)
+    seconds = replay_seconds(captured(lambda: one.add_(1.0), GRAPH_KERNELS), setting)
     title = "Small kernel in a CUDA graph"
     yield Value("graph_kernel", title, "us", [1e6 * each / GRAPH_KERNELS for each in seconds], "lower")
 
 
 def _on_the_best_core(run: Callable[[], None], setting: Setting) -> tuple[list[float], str]:
-    """Seconds of a call in each window, on the fastest of several cores, and what the slowest needs.
+    """Seconds of a call on whichever of several cores is fastest in each window, and what the slowest core needs.
 
     What another machine does on the other thread of a core takes a third of its speed for seconds, so one core says
-    little about the machine.
+    little about the machine. Processes that test several GPUs visit the cores in orders of their own.
     """
     usable = sorted(os.sched_getaffinity(0))
-    cores = usable[:: -(-len(usable) // MOST_CORES)]
-    brief = replace(setting, seconds=setting.seconds / setting.windows / len(cores), warm_up_seconds=0.0, windows=1)
+    cores = usable[:: max(1, len(usable) // MOST_CORES)][:MOST_CORES]
+    share = setting.seconds / setting.windows / len(cores)
+    brief = replace(setting, seconds=share, warm_up_seconds=share / 4, windows=1)
+    order = random.Random(os.getpid())
     by_core: dict[int, list[float]] = {core: [] for core in cores}
     try:
         for _ in range(setting.windows):
-            for core, seconds in by_core.items():
+            for core in order.sample(cores, len(cores)):
                 os.sched_setaffinity(0, {core})
-                seconds += call_seconds(run, brief)
+                by_core[core] += call_seconds(run, brief)
     finally:
         os.sched_setaffinity(0, usable)
     medians = [statistics.median(seconds) for seconds in by_core.values()]

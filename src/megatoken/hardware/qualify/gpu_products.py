@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -67,15 +66,14 @@ class Weights:
 @torch.inference_mode()
 def gemm(setting: Setting) -> Outcomes:
     """Squares in bf16 and fp8, one after the other without a pause, so that power limits them as in real work."""
-    sheet = start()
+    sheet, setting = start(), settled(setting)
     for precision, scaling in SCALINGS.items():
         if obstacle := gpu_obstacle(find_scheme(precision)):
             yield NotRun(f"gemm_{precision}", f"{precision} products", obstacle, "take a GPU that has it")
             continue
         for side in setting.sides:
             call = Weights(scaling, [Product("square", side, side)], 1).call(0, side)
-            of_side = settled(setting) if side == setting.sides[0] else setting
-            rate = rates(2e-12 * side**3, gpu_seconds(lambda call=call: call(0), of_side))  # type: ignore[misc]
+            rate = rates(2e-12 * side**3, gpu_seconds(lambda call=call: call(0), setting))  # type: ignore[misc]
             title = f"{precision} product of side {side:,}"
             yield Value(f"gemm_{precision}_{side}", title, "TFLOP/s", rate, bound=product_bound(sheet, precision))
             torch.cuda.empty_cache()
@@ -125,7 +123,7 @@ def layer_products(setting: Setting) -> Outcomes:
     if obstacle := gpu_obstacle(find_scheme("fp8")):
         yield NotRun("layer_products_fp8", "fp8 products of layers", obstacle, "take a GPU that has fp8")
         return
-    of_values = chain([settled(setting)], repeat(setting))
+    setting = settled(setting)
     for shape in GPU_LAYERS.shapes:
         products = products_of(SHAPES[shape])
         weights = Weights("tensor", products, LAYERS)
@@ -137,7 +135,7 @@ def layer_products(setting: Setting) -> Outcomes:
                     for call in calls:
                         call(layer)
 
-            seconds = gpu_seconds(step, next(of_values), kernels=LAYERS * len(calls))
+            seconds = gpu_seconds(step, setting, kernels=LAYERS * len(calls))
             work = LAYERS * sum(product.operations(tokens) for product in products) / 1e12
             bound = None
             if sheet is not None:

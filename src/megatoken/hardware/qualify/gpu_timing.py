@@ -22,8 +22,9 @@ DEVICE = torch.device("cuda", 0)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SHORT_SECONDS, GRAPH_SECONDS = 50e-6, 1e-3
 """Kernels below the first are captured into a CUDA graph of about the second: some hosts launch one in 15 us only."""
-SETTLED_SECONDS = 2.0
-"""After a pause the power limit lets the clock rise too high, then for half a second fall by a sixth."""
+SETTLED_SECONDS = 1.5
+"""After a pause the power limit lets the clock rise too high, and then fall by a sixth, all in 1.4 seconds."""
+BATCH = 16
 E4M3_SPREAD = 90.0
 """Standard deviation of random e4m3 values: the whole range is used and little of it saturates."""
 
@@ -83,16 +84,41 @@ def gpu_seconds(run: Callable[[], Any], setting: Setting, kernels: int = 1) -> l
     The host launches all windows ahead, and many short kernels at once, so gaps between them are the device's own.
     """
     passes, elapsed = repeat_for(setting.warm_up_seconds, run)
-    calls = 1
-    if elapsed < SHORT_SECONDS * kernels * passes:
-        calls = math.ceil(GRAPH_SECONDS * passes / elapsed)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                run()
-        run = graph.replay
-        passes, elapsed = repeat_for(setting.warm_up_seconds / 2, run)
-    in_window = max(1, round(setting.seconds / setting.windows * passes / elapsed))
+    if (each := _batch_seconds(run)) >= SHORT_SECONDS * kernels:
+        return _windows(run, setting, elapsed / passes)
+    calls = math.ceil(GRAPH_SECONDS / each)
+    return [one / calls for one in replay_seconds(captured(run, calls), setting)]
+
+
+def captured(run: Callable[[], Any], calls: int) -> Callable[[], None]:
+    """So many calls as one CUDA graph, whose kernels the device starts without the host."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return graph.replay
+
+
+def replay_seconds(replay: Callable[[], None], setting: Setting) -> list[float]:
+    """The same as ``gpu_seconds`` of a CUDA graph, after half of the warm-up."""
+    passes, elapsed = repeat_for(setting.warm_up_seconds / 2, replay)
+    return _windows(replay, setting, elapsed / passes)
+
+
+def _batch_seconds(run: Callable[[], Any]) -> float:
+    """Mean seconds of a call, of several with nothing between them; the host's time to launch one if that is longer."""
+    first, last = timing_event(), timing_event()
+    first.record()
+    for _ in range(BATCH):
+        run()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3 / BATCH
+
+
+def _windows(run: Callable[[], Any], setting: Setting, each: float) -> list[float]:
+    """Mean seconds of a call in each window, of so many calls as have room at ``each`` seconds."""
+    in_window = max(1, round(setting.seconds / setting.windows / each))
     events = [timing_event()]
     events[0].record()
     for _ in range(setting.windows):
@@ -101,4 +127,4 @@ def gpu_seconds(run: Callable[[], Any], setting: Setting, kernels: int = 1) -> l
         events.append(timing_event())
         events[-1].record()
     torch.cuda.synchronize()
-    return [first.elapsed_time(second) / 1e3 / in_window / calls for first, second in pairwise(events)]
+    return [first.elapsed_time(second) / 1e3 / in_window for first, second in pairwise(events)]

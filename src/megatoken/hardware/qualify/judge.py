@@ -151,7 +151,7 @@ def judge(
             return Judged(Verdict.PASS)
         found = f"{number(wrong)} {outcome.unit}"
         if outcome.better == "rare":
-            return Judged(Verdict.MARGINAL, f"{found}, all corrected: see whether they grow")
+            return Judged(Verdict.MARGINAL, f"{found}; expected 0, a warning only")
         return Judged(Verdict.FAIL, f"{found}; expected 0")
     if outcome.better not in SPEEDS:
         return Judged(Verdict.NO_REFERENCE)

@@ -76,7 +76,8 @@ def qualify(
     began = time.monotonic()
     measured: dict[str, float] = {}
     errors = ERRORS_OF_ALL if all(test.whole for test in tests) else ERRORS
-    watched = machine["gpus"] if errors.whole else [tested] if tested else []
+    together = any(test.whole for test in tests)
+    watched = visible_gpus(machine["gpus"]) if device == "gpu" and together else [tested] if tested else []
     watch = ErrorWatch([str(one["uuid"]) for one in watched])
     document: dict[str, Any] = new_document(
         KIND,
@@ -141,8 +142,16 @@ def exit_code(document: dict[str, Any]) -> ExitCode:
 def chosen_gpu(found: Sequence[dict[str, Any]], gpu: str | None) -> dict[str, Any] | None:
     """The one of the machine's GPUs that CUDA_VISIBLE_DEVICES names so; None: the first visible. None if none fits."""
     if gpu is None:
-        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+        return next(iter(visible_gpus(found)), None)
     return next((one for one in found if gpu == str(one["index"]) or str(one["uuid"]).startswith(gpu or "-")), None)
+
+
+def visible_gpus(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the machine's GPUs that CUDA_VISIBLE_DEVICES names, in its order; all without it."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return list(found)
+    named = [chosen_gpu(found, name.strip()) for name in visible.split(",") if name.strip()]
+    return [one for one in named if one is not None]
 
 
 def part_of(machine: dict[str, Any], device: Device, tested: dict[str, Any] | None) -> str:
