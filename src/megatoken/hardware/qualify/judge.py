@@ -27,7 +27,10 @@ HEADLINES = (
     ("multiplies matrices in fp8 at", ("gemm_fp8_8192", "gemm_fp8_4096")),
     (
         "in bf16 at",
-        ("gemm_bf16_8192", "gemm_bf16_1024_all_cores", "gemm_bf16_2048_all_cores", "gemm_bf16_1024_one_core"),
+        (
+            "gemm_bf16_8192",
+            *(f"gemm_bf16_{side}_{cores}" for cores in ("all_cores", "one_core") for side in (2048, 1024)),
+        ),
     ),
     ("in fp32 at", ("gemm_fp32_1024_all_cores", "gemm_fp32_2048_all_cores", "gemm_fp32_1024_one_core")),
     ("reads memory at", ("hbm_read", "memory_read")),
