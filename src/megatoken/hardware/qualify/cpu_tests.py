@@ -41,7 +41,7 @@ PATTERNS: dict[str, tuple[str, int, Callable[[Tensor, Tensor, Tensor], object]]]
 """Title, buffers that are read or written, and the work on three buffers."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MATRIX_SIDE = 2048
-"""With bf16 instructions: oneDNN multiplies squares of 1,024 on one core, however many it may use."""
+"""With bf16 instructions: oneDNN multiplies squares of 1,024 on one of two cores."""
 SHARED_UNITS = "recorded only: on a virtual machine with AMX this rate was seen to fall by 60 % for minutes"
 LAYERS = 8
 """Distinct layers of weights, so that they come from memory and not from a cache."""
