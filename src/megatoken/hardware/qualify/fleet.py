@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatoken.hardware.qualify.judge import MARGIN, Verdict
+from megatoken.hardware.qualify.judge import Verdict, graded
 from megatoken.hardware.qualify.values import NORMAL_MAD, SPEEDS
 
 LEAST_DIFFERENCE, DEVIATIONS = 0.03, 3.0
@@ -26,32 +26,22 @@ Measure = Callable[[Sequence[Pair]], Mapping[Pair, float | None]]
 """Rates of disjoint pairs that are measured at the same time; None: the pair failed."""
 
 
-def slow_limit(values: Iterable[float]) -> float:
-    """The value below which a part is slow: the median less 3 %, or three deviations if that is more."""
-    known = list(values)
-    median = statistics.median(known)
-    deviation = NORMAL_MAD * statistics.median(abs(one - median) for one in known)
-    return median - max(LEAST_DIFFERENCE * abs(median), DEVIATIONS * deviation)
-
-
 def graded_parts(values: Mapping[str, float], better: str) -> dict[str, Verdict]:
     """Those that are worse than the others, the worst first: MARGINAL up to 5 % behind the limit, then FAIL.
 
-    Empty for fewer than three values, whose majority is unknown, and for values that are not speeds.
+    The limit is 3 % behind the median, or three deviations if that is more. Empty for fewer than three values, whose
+    majority is unknown, and for values that are not speeds.
     """
     if len(values) < FEWEST or better not in SPEEDS:
         return {}
-    sign = 1 if better == "higher" else -1
-    signed = {name: sign * value for name, value in values.items()}
-    limit = slow_limit(signed.values())
-    fails_below = limit - MARGIN * abs(limit)
-    slow = sorted((name for name, value in signed.items() if value < limit), key=signed.__getitem__)
-    return {name: Verdict.FAIL if signed[name] < fails_below else Verdict.MARGINAL for name in slow}
-
-
-def slow_parts(values: Mapping[str, float], better: str) -> list[str]:
-    """Those that ``graded_parts`` finds, without their verdicts."""
-    return list(graded_parts(values, better))
+    median = statistics.median(values.values())
+    deviation = NORMAL_MAD * statistics.median(abs(one - median) for one in values.values())
+    allowed = max(LEAST_DIFFERENCE * median, DEVIATIONS * deviation)
+    lower = better == "lower"
+    limit = median + allowed if lower else median - allowed
+    worst_first = sorted(values, key=values.__getitem__, reverse=lower)
+    verdicts = {name: graded(values[name], limit, better) for name in worst_first}
+    return {name: verdict for name, verdict in verdicts.items() if verdict is not Verdict.PASS}
 
 
 def different_parts(results: Mapping[str, float]) -> list[str]:

@@ -166,9 +166,12 @@ def judge(
         return Judged(Verdict.NO_REFERENCE)
     judged = max(compared, key=lambda one: ORDER.index(one.verdict))
     if judged.verdict is not Verdict.PASS and noisy:
-        waited = (core_wait_share or 0.0) > CONTENTION
-        if not waited and (far_behind := _far_behind(outcome, earlier)):
-            return far_behind
+        fastest = (min if outcome.better == "lower" else max)(outcome.windows)
+        slowest = None if earlier is None else earlier.slowest
+        if slowest is not None and far_behind(fastest, slowest, outcome.better, core_wait_share):
+            found = f"noisy, and {number(fastest)} {outcome.unit} in its fastest window"
+            allowed = f"{number(slowest)} {outcome.unit}, {MOST_TOLERANCE:.0%} worse is allowed"
+            return Judged(Verdict.FAIL, f"{found}; the baseline's slowest had {allowed}")
         return Judged(Verdict.MARGINAL, f"{judged.reason}; the value is noisy: repeat it on a quiet machine")
     return judged
 
@@ -188,19 +191,13 @@ def _compared(
         yield _graded(value, median, limit, reference)
 
 
-def _far_behind(value: Value, earlier: Earlier | None) -> Judged | None:
-    """FAIL if no window of a noisy value is near any of the baseline's, else None: noise does not reach all of them."""
-    if earlier is None or earlier.slowest is None:
-        return None
-    lower = value.better == "lower"
-    fastest = min(value.windows) if lower else max(value.windows)
-    limit = earlier.slowest * (1 + MOST_TOLERANCE if lower else 1 - MOST_TOLERANCE)
-    if _graded(value, fastest, limit, "").verdict is not Verdict.FAIL:
-        return None
-    slowest = (
-        f"the baseline's slowest had {number(earlier.slowest)} {value.unit}, {MOST_TOLERANCE:.0%} worse is allowed"
-    )
-    return Judged(Verdict.FAIL, f"noisy, and {number(fastest)} {value.unit} in its fastest window; {slowest}")
+def far_behind(fastest: float, slowest: float, better: str, core_wait_share: float | None) -> bool:
+    """Whether even the fastest window of a noisy value is far behind the slowest one that it is compared with.
+
+    Noise does not reach every window. A wait for cores does, so a value that waited never is.
+    """
+    limit = slowest * (1 + MOST_TOLERANCE if better == "lower" else 1 - MOST_TOLERANCE)
+    return (core_wait_share or 0.0) <= CONTENTION and graded(fastest, limit, better) is Verdict.FAIL
 
 
 def tolerance(value: Value, earlier: Earlier, between_runs: float = 0.0) -> float:
@@ -221,14 +218,18 @@ def spread_between_runs(values: Iterable[Value]) -> float:
     return NORMAL_MAD * statistics.median([one.drift for one in values if one.better in SPEEDS] or [0.0])
 
 
-def _graded(value: Value, measured: float, limit: float, reference: str) -> Judged:
-    """PASS up to the limit, MARGINAL within 5 % behind it."""
-    lower = value.better == "lower"
+def graded(measured: float, limit: float, better: str) -> Verdict:
+    """PASS up to the limit of a speed, MARGINAL within 5 % behind it."""
+    lower = better == "lower"
     if measured <= limit if lower else measured >= limit:
-        return Judged(Verdict.PASS)
+        return Verdict.PASS
     near = measured <= limit * (1 + MARGIN) if lower else measured >= limit * (1 - MARGIN)
-    reason = f"{number(measured)} {value.unit}; {reference}"
-    return Judged(Verdict.MARGINAL if near else Verdict.FAIL, reason)
+    return Verdict.MARGINAL if near else Verdict.FAIL
+
+
+def _graded(value: Value, measured: float, limit: float, reference: str) -> Judged:
+    verdict = graded(measured, limit, value.better)
+    return Judged(verdict, "" if verdict is Verdict.PASS else f"{number(measured)} {value.unit}; {reference}")
 
 
 def answer(document: Mapping[str, Any]) -> list[str]:

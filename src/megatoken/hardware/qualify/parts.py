@@ -14,17 +14,7 @@ from typing import Any
 from megatoken.hardware.nvml import all_gpus, open_nvml
 from megatoken.hardware.qualify.catalog import Device, HardwareTest
 from megatoken.hardware.qualify.fleet import FEWEST, different_parts, graded_parts
-from megatoken.hardware.qualify.judge import (
-    CONTENTION,
-    MARGIN,
-    MOST_TOLERANCE,
-    Judged,
-    Verdict,
-    answer,
-    overall,
-    verdict_of_test,
-    worst,
-)
+from megatoken.hardware.qualify.judge import Judged, Verdict, answer, far_behind, overall, verdict_of_test, worst
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import qualify, test_entry
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
@@ -196,7 +186,7 @@ def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[s
         elif one["better"] in SPEEDS and len(values) >= FEWEST:
             slow = graded_parts(medians, one["better"])
             outcomes.append(Value(f"slow_{name}", f"{title}: slow {kind}s", f"{kind}s", [len(slow)], "zero"))
-            judged[f"slow_{name}"] = _slow(values, slow, kind)
+            judged[f"slow_{name}"] = _slow(values, slow, one["better"], kind)
         elif one["better"] in SPEEDS and len(values) == 2:
             lowest, highest = sorted(medians.values())
             ratio = lowest / highest if highest else 1.0
@@ -226,35 +216,24 @@ def _different(wrong: Sequence[str], parts: int, kind: str) -> Judged:
     return Judged(Verdict.FAIL, f"{names}: the result is not that of most {kind}s, so it is wrong")
 
 
-def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], kind: str) -> Judged:
-    """The verdict on a speed of several parts, of which these are slow: the worst one decides, and all are named."""
-    sign = -1 if _better(values) == "lower" else 1
+def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], better: str, kind: str) -> Judged:
+    """The verdict on a speed of several parts, of which these are slow: the worst one decides, and all are named.
+
+    A noisy one fails only if it is far behind the slowest windows of all parts.
+    """
     middle = statistics.median(value["median"] for value in values.values())
+    best_of, worst_of = (min, max) if better == "lower" else (max, min)
+    slowest = statistics.median(worst_of(value["windows"]) for value in values.values())
     most_are_noisy = 2 * sum(value["noisy"] for value in values.values()) > len(values)
     verdicts, reasons = [Verdict.PASS], []
     for part, verdict in slow.items():
         value = values[part]
-        noisy = value["noisy"] or most_are_noisy
-        verdicts.append(Verdict.MARGINAL if noisy and not _far_behind(part, values, sign) else verdict)
-        behind = f"{abs(value['median'] / middle - 1):.1%} {'above' if sign < 0 else 'below'} the median"
+        counts = not (value["noisy"] or most_are_noisy)
+        counts |= far_behind(best_of(value["windows"]), slowest, better, value["core_wait_share"])
+        verdicts.append(verdict if counts else Verdict.MARGINAL)
+        behind = f"{abs(value['median'] / middle - 1):.1%} {'above' if better == 'lower' else 'below'} the median"
         remark = ", noisy" if value["noisy"] else ""
         reasons.append(f"{kind} {part}: {number(value['median'])} {value['unit']}, {behind}{remark}")
     if most_are_noisy and slow:
         reasons.append(f"the values of most {kind}s are noisy: repeat it on quiet machines")
     return Judged(worst(verdicts), "; ".join(reasons))
-
-
-def _far_behind(part: str, values: Mapping[str, Mapping[str, Any]], sign: int) -> bool:
-    """Whether no window of a part is near the slowest ones of the others, which noise does not explain.
-
-    A wait for cores does.
-    """
-    windows = {name: [sign * one for one in value["windows"]] for name, value in values.items()}
-    slowest = statistics.median(min(of_part) for of_part in windows.values())
-    limit = slowest - MOST_TOLERANCE * abs(slowest)
-    waited = (values[part]["core_wait_share"] or 0.0) > CONTENTION
-    return not waited and max(windows[part]) < limit - MARGIN * abs(limit)
-
-
-def _better(values: Mapping[str, Mapping[str, Any]]) -> str:
-    return str(next(iter(values.values()))["better"])
