@@ -47,13 +47,21 @@ def test_every_gpu_is_tested_and_the_slow_one_is_named(
 
 
 def part_with(
-    windows: Sequence[float], *, device: str = "H200", pytorch: str = "2.9", better: str = "higher", **more: Any
+    windows: Sequence[float],
+    *,
+    device: str = "H200",
+    pytorch: str = "2.9",
+    cublas: str = "",
+    better: str = "higher",
+    **more: Any,
 ) -> dict[str, Any]:
     """The document of a part that measured one rate."""
     value = {"name": "rate", "title": "Rate", "unit": "GB/s", "better": better, "median": statistics.median(windows)}
     value |= {"verdict": "PASS", "windows": list(windows), "noisy": False, "core_wait_share": None, "reason": ""} | more
     test = {"name": "t", "title": "T", "verdict": "PASS", "fault": None, "seconds": 1.0, "values": [value]}
-    document = {"tests": [test], "device": device, "machine": {"packages": {"torch": pytorch}}, "complete": True}
+    packages = {"nvidia-cublas-cu12": cublas, "nvidia-nccl-cu12": "2.27"} if cublas else {}
+    machine = {"packages": {"torch": pytorch}, "all_packages": packages}
+    document = {"tests": [test], "device": device, "machine": machine, "complete": True}
     return document | {"verdict": "PASS", "notes": [f"has {windows[0]:.0f}"]}
 
 
@@ -141,15 +149,19 @@ def with_digest(digest: int, **more: str) -> dict[str, Any]:
     return part_with([float(digest)], better="same", title="bf16 product, all bits", unit="digest", **more)
 
 
+NOT_OF_MOST = "the result is not that of most GPUs: wrong, or of another library"
+NONE_OF_MOST = "no result is that of most, so some compute wrong results, or use another library"
+
+
 @pytest.mark.parametrize(
     ("digests", "verdict", "reason"),
     [
         ([5, 5], "PASS", ""),
-        ([5, 6], "FAIL", "GPUs 0, 1: one of the two computes wrong results"),
+        ([5, 6], "FAIL", "GPUs 0, 1: one of the two computes wrong results, or uses another library"),
         ([5, 5, 5], "PASS", ""),
-        ([2**32 - 2, 2**32 - 1, 2**32 - 1], "FAIL", "GPU 0: the result is not that of most GPUs, so it is wrong"),
-        ([7, 5, 5, 6, 5], "FAIL", "GPUs 0, 3: the result is not that of most GPUs, so it is wrong"),
-        ([5, 5, 6, 6], "FAIL", "GPUs 0, 1, 2, 3: no result is that of most, so some compute wrong results"),
+        ([2**32 - 2, 2**32 - 1, 2**32 - 1], "FAIL", f"GPU 0: {NOT_OF_MOST}"),
+        ([7, 5, 5, 6, 5], "FAIL", f"GPUs 0, 3: {NOT_OF_MOST}"),
+        ([5, 5, 6, 6], "FAIL", f"GPUs 0, 1, 2, 3: {NONE_OF_MOST}"),
     ],
 )
 def test_results_that_differ_among_like_parts_are_wrong(digests: Sequence[int], verdict: str, reason: str) -> None:
@@ -162,11 +174,21 @@ def test_results_that_differ_among_like_parts_are_wrong(digests: Sequence[int], 
     assert reason in document["answer"][0]
 
 
-def test_results_are_compared_for_the_same_device_and_pytorch_alone() -> None:
-    others = [with_digest(6, pytorch="2.8"), with_digest(6, pytorch="2.8"), with_digest(7, device="H100")]
-    document = compared(with_digest(5), with_digest(5), *others)
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"pytorch": "2.8"}, "PyTorch 2.8"),
+        ({"cublas": "12.9.1.4"}, "cuBLAS 12.9.1.4"),
+        ({"cublas": ""}, "cuBLAS unknown"),
+        ({"device": "H100"}, "H100"),
+    ],
+)
+def test_results_are_compared_for_the_same_device_pytorch_and_cublas_alone(other: dict[str, str], name: str) -> None:
+    first = {"cublas": "12.8.4.1"}
+    one, another = (with_digest(5, **first), with_digest(6, **(first | other)))
+    document = compared(one, another, one, another, with_digest(7, device="A100", **first))
     found = [(value["name"], value["verdict"]) for value in document["tests"][-1]["values"]]
-    assert found == [("differ_rate", "PASS"), ("differ_rate_PyTorch 2.8", "PASS")]
+    assert found == [("differ_rate", "PASS"), (f"differ_rate_{name}", "PASS")]
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -160,16 +160,17 @@ def _of_part(value: Mapping[str, Any], suffix: str, part: str) -> dict[str, Any]
 def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
     """A test that compares each speed, and each result that must be the same, among parts of the same device.
 
-    Of the speeds of two parts only the ratio is stated. Results must be the same for the same version of PyTorch. The
-    list is empty if there is nothing to compare.
+    Of the speeds of two parts only the ratio is stated. Results must be the same for the same versions of PyTorch
+    and cuBLAS. The list is empty if there is nothing to compare.
     """
     first = next(iter(documents.values()))
+    first_libraries = _libraries(first)
     found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for part, document in documents.items():
+        other_device = [document["device"]] if document["device"] != first["device"] else []
+        other_libraries = [one for one in _libraries(document) if one not in first_libraries]
         for value in (value for test in document["tests"] for value in test["values"]):
-            unlike = [document["device"]] if document["device"] != first["device"] else []
-            if value.get("better") == "same" and (version := _pytorch(document)) != _pytorch(first):
-                unlike.append(f"PyTorch {version}")
+            unlike = other_device + (other_libraries if value.get("better") == "same" else [])
             if value.get("median") is not None and value["better"] in (*SPEEDS, "same"):
                 found.setdefault((value["name"], ", ".join(unlike)), {})[part] = value
     outcomes: list[Value] = []
@@ -200,8 +201,11 @@ def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[s
     return [entry | {"verdict": verdict_of_test(entry)}]
 
 
-def _pytorch(document: Mapping[str, Any]) -> str:
-    return str(document["machine"]["packages"]["torch"])
+def _libraries(document: Mapping[str, Any]) -> list[str]:
+    """PyTorch and cuBLAS with their versions, on which the bits of a product depend."""
+    machine = document["machine"]
+    found = [version for name, version in machine["all_packages"].items() if name.startswith("nvidia-cublas")]
+    return [f"PyTorch {machine['packages']['torch']}", f"cuBLAS {', '.join(found) or 'unknown'}"]
 
 
 def _different(wrong: Sequence[str], parts: int, kind: str) -> Judged:
@@ -210,10 +214,12 @@ def _different(wrong: Sequence[str], parts: int, kind: str) -> Judged:
         return Judged(Verdict.PASS)
     names = f"{kind}{'s' * (len(wrong) > 1)} {', '.join(wrong)}"
     if parts == 2:
-        return Judged(Verdict.FAIL, f"{names}: one of the two computes wrong results")
-    if len(wrong) == parts:
-        return Judged(Verdict.FAIL, f"{names}: no result is that of most, so some compute wrong results")
-    return Judged(Verdict.FAIL, f"{names}: the result is not that of most {kind}s, so it is wrong")
+        reason = "one of the two computes wrong results, or uses another library"
+    elif len(wrong) == parts:
+        reason = "no result is that of most, so some compute wrong results, or use another library"
+    else:
+        reason = f"the result is not that of most {kind}s: wrong, or of another library"
+    return Judged(Verdict.FAIL, f"{names}: {reason}")
 
 
 def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], better: str, kind: str) -> Judged:
