@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cli_support import call_here
+from megatoken.hardware.qualify.parts import joined
 from megatoken.report.console import show
 from megatoken.report.documents import checked
 from megatoken.report.page import page
@@ -184,14 +185,32 @@ def test_the_report_ends_with_the_command_that_predicts_a_rate(
     assert "plan throughput" not in capsys.readouterr().out
 
 
-def test_a_value_of_another_gpu_names_it() -> None:
-    found = document({"hbm_read": (4300.0, "GB/s"), "hbm_read@1": (4200.0, "GB/s")}, "step", None)
-    for value in found["tests"][0]["values"]:
-        value["title"] = "Memory read"
+def names_in_table(found: dict[str, Any]) -> list[str]:
+    """The first column of the table of values."""
     (values,) = [
         block
         for part in document_view(checked(found, "qualify.json")).sections
         for block in part.blocks
         if getattr(block, "caption", "") == "Values"
     ]
-    assert [row[0] for row in values.rows] == ["Memory read", "Memory read @1"]
+    return [row[0] for row in values.rows]
+
+
+def test_a_value_names_its_gpu_and_node_once() -> None:
+    gpu = document({"hbm_read": (4300.0, "GB/s")}, "step", None)
+    gpu["machine"] = {"packages": {"torch": "2.9"}, "all_packages": {}}
+    gpu["tests"][0]["values"][0] |= {"title": "Memory read", "core_wait_share": None}
+    host = joined({"0": gpu, "1": gpu}, "GPU", expected=2, seconds=1.0)
+    ratio = "Memory read: lower over higher"
+    assert names_in_table(host) == ["Memory read (GPU 0)", "Memory read (GPU 1)", ratio]
+    assert host["answer"][1] == "GPU 0 reads memory at 4,300 GB/s."
+    refused = {"name": "node@gamma", "title": "Tests of node gamma", "verdict": "NOT RUN", "reason": "no PyTorch"}
+    more = [gpu["tests"][0] | {"verdict": "NOT RUN", "values": [refused]}]
+    rack = joined({"alpha": host, "beta": host}, "node", expected=2, seconds=1.0, more=more)
+    assert names_in_table(rack) == [
+        *("Memory read (GPU 0 of node alpha)", "Memory read (GPU 1 of node alpha)", f"{ratio} (node alpha)"),
+        *("Memory read (GPU 0 of node beta)", "Memory read (GPU 1 of node beta)", f"{ratio} (node beta)"),
+        *("Memory read (GPU 0): lower over higher", "Memory read (GPU 1): lower over higher"),
+        "Tests of node gamma",
+    ]
+    assert rack["answer"][1] == "GPU 0 of node alpha reads memory at 4,300 GB/s."

@@ -268,7 +268,8 @@ def _speed(values: Mapping[str, Mapping[str, Any]]) -> str:
     if not parts:
         return "No matrix product and no memory was measured."
     *first, last = parts
-    return f"The machine {', '.join(first)}{' and ' if first else ''}{last}."
+    part = next(values[name].get("part") for _, names in HEADLINES for name in names if name in values) or "the machine"
+    return f"{part[0].upper()}{part[1:]} {', '.join(first)}{' and ' if first else ''}{last}."
 
 
 def _headlines(values: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -121,15 +121,16 @@ def joined(
     """One document of several parts: the tests of all, and how their values differ.
 
     Names of the first part's tests and values stay; those of the others end in ``@`` and the part. Titles of tests,
-    reasons and notes name the part. ``kind``: GPU or node. ``more``: tests of all parts together.
+    reasons, notes and ``part`` of each value name it. ``kind``: GPU or node. ``more``: tests of all parts together.
     """
     first, document = next(iter(documents.items()))
     tests: list[Mapping[str, Any]] = []
     for name, one in documents.items():
         suffix = "" if name == first else f"{MARK}{name}"
+        of = " of " if "parts" in one else ", "  # GPU 1 of node beta
         for test in one["tests"]:
             values = [_of_part(value, suffix, f"{kind} {name}") for value in test["values"]]
-            title = f"{test['title']}, {kind} {name}"
+            title = f"{test['title']}{of}{kind} {name}"
             tests.append(test | {"name": f"{test['name']}{suffix}", "title": title, "values": values})
     if len(documents) > 1:
         tests += spread(documents, kind)
@@ -153,8 +154,13 @@ def joined(
 
 
 def _of_part(value: Mapping[str, Any], suffix: str, part: str) -> dict[str, Any]:
-    reason = value.get("reason")
-    return {**value, "name": f"{value['name']}{suffix}", "reason": f"{part}: {reason}" if reason else ""}
+    reason, inner = value.get("reason"), value.get("part")
+    return {
+        **value,
+        "name": f"{value['name']}{suffix}",
+        "part": f"{inner} of {part}" if inner else part,
+        "reason": f"{part}: {reason}" if reason else "",
+    }
 
 
 def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -177,7 +183,8 @@ def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[s
     judged: dict[str, Judged] = {}
     for (name, of), values in found.items():
         one = next(iter(values.values()))
-        name, title = (f"{name}_{of}", f"{one['title']}, {of}") if of else (name, one["title"])
+        title = f"{one['title']} ({one['part']})" if "part" in one else one["title"]  # a GPU of each node
+        name, title = (f"{name}_{of}", f"{title}, {of}") if of else (name, title)
         medians = {part: value["median"] for part, value in values.items()}
         if one["better"] == "same" and len(values) > 1:
             wrong = different_parts(medians)

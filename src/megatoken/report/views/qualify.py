@@ -132,9 +132,9 @@ def _by_how_much(value: Document) -> tuple[float, str]:
 
 
 def _title(value: Document) -> str:
-    """With the GPU or node that a value is of, if it is not the first: its name ends in that."""
-    part = value.text("name").partition("@")[2]
-    return value.text("title") + (f" @{part}" if part else "")
+    """With the GPU or node that a value is of, if it is of one among several."""
+    part = value.text("part")
+    return value.text("title") + (f" ({part})" if part else "")
 
 
 def _badge(verdict: str) -> Badge:
