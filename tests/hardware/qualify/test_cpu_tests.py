@@ -69,15 +69,63 @@ def three_levels(monkeypatch):
 def test_each_cache_and_memory_are_read_and_loaded_from(three_levels, tiny):
     found = {value.name: value for value in caches(tiny)}
     assert list(found) == [
-        f"{step}_{what}" for step in ("level1", "level2", "memory") for what in ("read_one_core", "latency")
+        f"{step}_{what}" for step in ("memory", "level1", "level2") for what in ("read_one_core", "latency")
     ]
     assert found["level1_read_one_core"].title == "First-level cache, 16 KiB: read, one core"
     assert found["level2_latency"].title == "Second-level cache, 512 KiB: latency of a load"
-    assert {(value.unit, value.better) for value in found.values()} == {("GB/s", "higher"), ("ns", "lower")}
+    assert [
+        (found[f"level1_{what}"].unit, found[f"level1_{what}"].better) for what in ("read_one_core", "latency")
+    ] == [
+        ("GB/s", "higher"),
+        ("ns", "lower"),
+    ]
     assert all(len(value.windows) == tiny.windows for value in found.values())
     assert 0.3 < found["level1_latency"].median < found["memory_latency"].median < 10_000
     assert 1 < found["memory_read_one_core"].median < found["level1_read_one_core"].median < 5_000
     assert "huge pages" in found["memory_latency"].note
+
+
+def test_a_cache_no_faster_than_memory_is_recorded_alone(three_levels, tiny, monkeypatch):
+    """The kernel of a virtual machine lists the last-level cache of its host, which other machines use too."""
+    gigabytes, nanoseconds = [16.0, 260.0, 16.5], [180.0, 5.0, 130.0]  # of memory and the two levels
+    for name, seconds in (
+        ("_read_value", (cpu_memory.CALL_BYTES / 1e9 / one for one in gigabytes)),
+        ("_latency_value", (one / 1e9 for one in nanoseconds)),
+    ):
+        real = getattr(cpu_memory, name)
+
+        def timed(*arguments, real=real, seconds=seconds):
+            monkeypatch.setattr(cpu_memory, "_shortest", lambda call, setting: [next(seconds)])
+            return real(*arguments)
+
+        monkeypatch.setattr(cpu_memory, name, timed)
+    for loads in ("CALL_LOADS", "CALL_LOADS_OF_MEMORY"):
+        monkeypatch.setattr(cpu_memory, loads, 1)
+    note = "no faster than memory, so no figure of this cache"
+    found = {value.name: (value.better, value.note) for value in caches(tiny)}
+    assert found["level1_read_one_core"] == ("higher", "")
+    assert found["level1_latency"] == ("lower", "")
+    assert found["level2_read_one_core"] == ("", note)
+    assert found["level2_latency"] == ("lower", "")
+
+
+def test_the_core_whose_caches_are_listed_reads_them(tiny, monkeypatch):
+    usable, asked, ran_on = os.sched_getaffinity(0), [], []
+    real = cpu_memory._shortest
+
+    def data_caches(core: int) -> list[Cache]:
+        asked.append(core)
+        return [Cache(1, f"{core}", 2**15)]
+
+    def shortest(call, setting):
+        ran_on.append(os.sched_getaffinity(0))
+        return real(call, setting)
+
+    monkeypatch.setattr(cpu_memory, "data_caches", data_caches)
+    monkeypatch.setattr(cpu_memory, "_shortest", shortest)
+    assert len(list(caches(tiny))) == 4
+    assert ran_on == [{asked[0]}] * 4
+    assert os.sched_getaffinity(0) == usable
 
 
 def test_loads_visit_every_line_before_they_repeat_one(tiny):
@@ -88,7 +136,7 @@ def test_loads_visit_every_line_before_they_repeat_one(tiny):
         visited.append(place)
         return ctypes.c_ssize_t.from_address(place).value
 
-    cpu_memory._load_nanoseconds(follow, lines, tiny)
+    cpu_memory._latency_value("memory", "Memory", follow, lines, tiny)
     places = [int(place) for place in lines.ctypes.data + 64 * np.arange(100)]
     assert sorted(visited[:100]) == places
     assert visited[100] == visited[0]

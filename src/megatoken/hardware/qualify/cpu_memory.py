@@ -6,9 +6,9 @@ import ctypes
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -56,6 +56,10 @@ LEVELS = {1: "First", 2: "Second", 3: "Third", 4: "Fourth"}
 PAGES = Path("/proc/self/smaps_rollup")
 HUGE_SHARE = 0.9
 """The least share of a buffer in huge pages with which misses of the TLB no longer count."""
+FASTER = 1.15
+"""A cache is more than this many times as fast as memory. A virtual machine's kernel lists the last-level cache of the
+host, of which the machine may get little."""
+NO_CACHE = "no faster than memory, so no figure of this cache"
 
 Lines: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.intp]]
 
@@ -69,22 +73,46 @@ def caches(setting: Setting) -> Outcomes:
     read, follow = library.read_lines, library.follow
     read.argtypes, read.restype = (ctypes.c_void_p, ctypes.c_long, ctypes.c_long), ctypes.c_ulong
     follow.argtypes, follow.restype = (ctypes.c_void_p, ctypes.c_long), ctypes.c_void_p
-    found = data_caches(min(usable_core_numbers()))
-    size, note = buffer_bytes(setting, max((cache.size_bytes for cache in found), default=0), 1)
-    lines = _lines(size)
-    steps = [
-        (f"level{cache.level}", f"{LEVELS[cache.level]}-level cache, {half / 2**10:,.0f} KiB", half, "")
-        for cache in found
-        if (half := cache.size_bytes // 2 // PAGE_BYTES * PAGE_BYTES) <= size
-    ]
-    pages = "in huge pages" if _huge_bytes() > HUGE_SHARE * size else "not all in huge pages: misses of the TLB count"
-    steps.append(("memory", "Memory", size, f"{note}; {pages}" if note else pages))
-    for name, title, step_bytes, its_note in steps:
-        part = lines[: step_bytes // LINE_BYTES]
-        speed = _read_rates(read, part, setting)
-        yield Value(f"{name}_read_one_core", f"{title}: read, one core", "GB/s", speed)
-        late = _load_nanoseconds(follow, part, setting)
-        yield Value(f"{name}_latency", f"{title}: latency of a load", "ns", late, "lower", note=its_note)
+    core = min(usable_core_numbers())
+    with _only_on(core):  # the kernel may otherwise take another core, of other caches or far from this memory
+        found = data_caches(core)
+        size, note = buffer_bytes(setting, max((cache.size_bytes for cache in found), default=0), 1)
+        lines = _lines(size)
+        huge = _huge_bytes() > HUGE_SHARE * size
+        pages = "in huge pages" if huge else "not all in huge pages: misses of the TLB count"
+        speed_of_memory = _read_value("memory", "Memory", read, lines, setting)
+        yield speed_of_memory
+        latency_of_memory = _latency_value("memory", "Memory", follow, lines, setting)
+        yield replace(latency_of_memory, note=f"{note}; {pages}" if note else pages)
+        for cache in found:
+            half = cache.size_bytes // 2 // PAGE_BYTES * PAGE_BYTES
+            if half > size:
+                continue
+            name, title = f"level{cache.level}", f"{LEVELS[cache.level]}-level cache, {half / 2**10:,.0f} KiB"
+            part = lines[: half // LINE_BYTES]
+            speed = _read_value(name, title, read, part, setting)
+            yield _of_cache(speed, speed.median / speed_of_memory.median)
+            latency = _latency_value(name, title, follow, part, setting)
+            yield _of_cache(latency, latency_of_memory.median / latency.median)
+
+
+def _of_cache(value: Value, times_memory: float) -> Value:
+    """The value, only recorded if it is no better than that of memory."""
+    return value if times_memory > FASTER else replace(value, better="", note=NO_CACHE)
+
+
+@contextmanager
+def _only_on(core: int) -> Iterator[None]:
+    """The calling thread runs on this core alone, where the system can say so."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def nodes(setting: Setting) -> Outcomes:
@@ -148,18 +176,19 @@ def _huge_bytes() -> int:
     return sum(int(line.split()[1]) * 2**10 for line in listed.splitlines() if line.startswith("AnonHugePages:"))
 
 
-def _read_rates(read: Callable[[int, int, int], int], lines: Lines, setting: Setting) -> list[float]:
-    """GB/s: a call reads a small buffer many times, or the next part of a large one."""
+def _read_value(name: str, title: str, read: Callable[[int, int, int], int], lines: Lines, setting: Setting) -> Value:
+    """The rate of reads in order: a call reads a small buffer many times, or the next part of a large one."""
     part_bytes = min(lines.nbytes, CALL_BYTES)
     repeats = CALL_BYTES // part_bytes
     last = lines.ctypes.data + lines.nbytes - part_bytes
     parts = cycle(range(lines.ctypes.data, last + 1, part_bytes))
     seconds = _shortest(lambda: read(next(parts), part_bytes // LINE_BYTES, repeats), setting)
-    return rates(part_bytes * repeats / 1e9, seconds)
+    speed = rates(part_bytes * repeats / 1e9, seconds)
+    return Value(f"{name}_read_one_core", f"{title}: read, one core", "GB/s", speed)
 
 
-def _load_nanoseconds(follow: Callable[[int, int], int], lines: Lines, setting: Setting) -> list[float]:
-    """Every line holds the address of another one, and all are one ring in random order."""
+def _latency_value(name: str, title: str, follow: Callable[[int, int], int], lines: Lines, setting: Setting) -> Value:
+    """The time of a load: every line holds the address of another one, and all are one ring in random order."""
     order = np.random.default_rng(0).permutation(len(lines))
     addresses = lines.ctypes.data + LINE_BYTES * order
     lines[order, 0] = np.roll(addresses, -1)
@@ -169,7 +198,8 @@ def _load_nanoseconds(follow: Callable[[int, int], int], lines: Lines, setting: 
         nonlocal place
         place = follow(place, loads)
 
-    return [1e9 * one / loads for one in _shortest(call, setting)]
+    nanoseconds = [1e9 * one / loads for one in _shortest(call, setting)]
+    return Value(f"{name}_latency", f"{title}: latency of a load", "ns", nanoseconds, "lower")
 
 
 def _shortest(call: Callable[[], object], setting: Setting) -> list[float]:
