@@ -81,6 +81,8 @@ def test_the_audit_says_interrupted_first_and_accuses_nobody(interrupted: tuple[
     assert (first["id"], first["severity"]) == ("run_folder.interrupted", "unknown")
     assert first["found"].startswith(CAUSES[number])
     assert first["found"].endswith(f"samples that had ended: {ended(folder / 'requests.parquet')}")
+    assert first["reported"]["verdict"] == "INTERRUPTED"
+    assert f"INTERRUPTED: {first['reported']['reasons'][0]}".startswith(CAUSES[number])
     assert document["notes"][0].startswith(CAUSES[number])
     (_, sentence), *_ = audit_view(checked(document)).summary[0].points
     assert sentence.startswith(f"No check fails, but the run itself is {CAUSES[number]}")

@@ -569,6 +569,9 @@ def test_a_soak_that_was_not_healthy_is_told(soaked: Path) -> None:
     (found,) = [item for item in audit(soaked).findings if item.id == "run_folder.healthy"]
     assert found.severity is Severity.NOTE
     assert found.found.startswith("INVALID, UNDECIDED: TOO_SHORT ")
+    assert found.reported is not None
+    assert (found.reported.verdict, found.reported.stability) == ("INVALID", "UNDECIDED")
+    assert found.reported.reasons[0].startswith("TOO_SHORT ")
     _, out, _ = call_here("audit", soaked)
     assert "The files agree with each other, but the run itself is INVALID, UNDECIDED: TOO_SHORT" in out
     assert "the checks found no problem, but the run itself reports a problem" in " ".join(out.split())
@@ -617,6 +620,8 @@ def test_the_codes_that_the_documentation_lists_exist() -> None:
 def test_a_run_that_early_stopping_alone_makes_invalid_has_a_reason(served: Path) -> None:
     (found,) = [item for item in audit(served).findings if item.id == "rules.valid"]
     assert "Early Stopping Result: Run unsuccessful. Processed " in found.found
+    assert found.reported is not None
+    assert found.found == f"INVALID: {'; '.join(found.reported.reasons)}"
 
 
 def test_a_directory_with_the_name_of_a_shape_has_end_tokens_of_its_own(tested: Path, tmp_path: Path) -> None:

@@ -52,13 +52,22 @@ def test_findings_are_sorted_merged_and_can_be_chosen_by_severity():
     assert words(root.find(".//div[@class='verdict']")).startswith("✕ 1 fail ! 1 warn ? 1 unknown 1 note ✓ 19 pass")
 
 
-INVALID = "INVALID: MIN_DURATION ran 0.4 s of 600 s; LOADGEN_INVALID LoadGen result: INVALID (Min duration: NO; TTFT)"
-OWN_REASON = (
-    "INVALID: LOADGEN_INVALID LoadGen result: INVALID (TTFT: NO; Early stopping: NO); DATA_SET_SIZE drew from 90"
+def reported(verdict, *reasons, **more):
+    return {"verdict": verdict, "reasons": list(reasons), **more}
+
+
+TOO_SHORT = "MIN_DURATION ran 0.4 s of 600 s"
+INVALID = reported("INVALID", TOO_SHORT, "LOADGEN_INVALID LoadGen result: INVALID (Min duration: NO; TTFT)")
+OWN_REASON = reported(
+    "INVALID", "LOADGEN_INVALID LoadGen result: INVALID (TTFT: NO; Early stopping: NO)", "DATA_SET_SIZE"
 )
-BY_LOADGEN = "INVALID: Min duration satisfied: NO; TTFT constrain not met (2 times)"
-PROBED = "INTERRUPTED: OVER_LIMIT 40 samples over the TTFT limit"
+BY_LOADGEN = reported("INVALID", "Min duration satisfied: NO", "TTFT constrain not met")
+PROBED = reported("INTERRUPTED", "OVER_LIMIT 40 samples over the TTFT limit")
 AGREE = "The files agree with each other, but"
+
+
+def of_run(severity, name, what):
+    return {**finding(severity, name, "title", "clean", "INVALID: in one text", "why", 1), "reported": what}
 
 
 @pytest.mark.parametrize(
@@ -72,12 +81,22 @@ AGREE = "The files agree with each other, but"
         ),
         ([("note", "run_folder.healthy", OWN_REASON)], [], "INVALID (TTFT: NO; Early stopping: NO)."),
         (
-            [("warn", "run_folder.healthy", "DEGRADED: LOST 1 replica")],
+            [("note", "run_folder.healthy", reported("INVALID", stability="UNDECIDED"))],
+            [],
+            f"{AGREE} the run itself is INVALID, UNDECIDED: no reason given.",
+        ),
+        (
+            [("note", "run_folder.healthy", INVALID), ("warn", "run_folder.healthy", OWN_REASON)],
+            [],
+            f"No check fails, but 2 runs report a problem; the first is INVALID: {TOO_SHORT}.",
+        ),
+        (
+            [("warn", "run_folder.healthy", reported("DEGRADED", "LOST 1 replica."))],
             ["VALID"],
             "No check fails, but the run itself is DEGRADED: LOST 1 replica.",
         ),
         (
-            [("note", "run_folder.healthy", "MEASURED: CLIENT_SATURATED the client was late")],
+            [("note", "run_folder.healthy", reported("MEASURED", "CLIENT_SATURATED the client was late"))],
             ["INVALID"],
             f"{AGREE} the run itself doubts its measurement: CLIENT_SATURATED the client was late.",
         ),
@@ -87,7 +106,7 @@ AGREE = "The files agree with each other, but"
             f"{AGREE} a run is INVALID: MIN_DURATION ran 0.4 s of 600 s.",
         ),
         (
-            [("unknown", "run_folder.interrupted", "INTERRUPTED: SIGINT after 3 s")],
+            [("unknown", "run_folder.interrupted", reported("INTERRUPTED", "SIGINT after 3 s"))],
             [None],
             "No check fails, but the run itself is INTERRUPTED: SIGINT after 3 s.",
         ),
@@ -98,7 +117,7 @@ AGREE = "The files agree with each other, but"
             f"{AGREE} LoadGen calls 2 of 3 runs INVALID, the first: Min duration satisfied: NO.",
         ),
         (
-            [("unknown", "rules.valid", "no verdict"), ("note", "rules.valid", BY_LOADGEN)],
+            [("unknown", "rules.valid", None), ("note", "rules.valid", BY_LOADGEN)],
             ["INVALID"],
             "No check fails, but LoadGen calls the run INVALID: Min duration satisfied: NO.",
         ),
@@ -108,7 +127,7 @@ AGREE = "The files agree with each other, but"
             "The results do not stand as they are: 1 check of 2 fails; LoadGen calls the run INVALID: Min duration ",
         ),
         (
-            [("warn", "log.dates", "none"), ("unknown", "accuracy.evidence", "none")],
+            [("warn", "log.dates", None), ("unknown", "accuracy.evidence", None)],
             ["VALID"],
             "No check fails; of 3, 1 needs an explanation and 1 cannot be answered.",
         ),
@@ -116,7 +135,7 @@ AGREE = "The files agree with each other, but"
 )
 def test_the_first_sentence_of_an_audit_says_what_speaks_against_the_run(said, validity, sentence):
     findings = [finding("pass", "log.whole", "whole", "all", "all", "", 1)]
-    findings += [finding(severity, name, "title", "clean", found, "why", 1) for severity, name, found in said]
+    findings += [of_run(severity, name, what) for severity, name, what in said]
     runs = [
         {"path": f"n{number}/mlperf", "role": "performance", "validity": one} for number, one in enumerate(validity)
     ]
@@ -127,8 +146,22 @@ def test_the_first_sentence_of_an_audit_says_what_speaks_against_the_run(said, v
     assert (", but the run itself reports a problem" in words(root)) is (unsound and said[0][0] != "fail")
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("run_folder.healthy", "but the run itself reports INVALID: MIN_DURATION ran 0.4 s; TTFT (2 times)."),
+        ("rules.valid", "but LoadGen calls the run INVALID."),
+    ],
+)
+def test_an_audit_by_an_older_version_has_the_reasons_in_one_text(name, sentence):
+    found = "INVALID: MIN_DURATION ran 0.4 s; TTFT (2 times)"
+    runs = [{"path": "mlperf", "role": "performance", "validity": "INVALID"}]
+    document = head("audit", "t", findings=[finding("note", name, "title", "clean", found, "why", 1)], artefacts=runs)
+    assert sentence in words(page_of(document))
+
+
 def test_a_claim_about_an_invalid_run_says_that_it_is_one():
-    findings = [finding("note", "run_folder.healthy", "title", "clean", INVALID, "why", 1)]
+    findings = [of_run("note", "run_folder.healthy", INVALID)]
     claim = {"id": "rate", "text": "5 tokens/s", "answer": "holds"}
     root = page_of(head("audit", "t", findings=findings, claims=[claim]))
     assert "The claim holds; the run itself is INVALID: MIN_DURATION ran 0.4 s of 600 s." in words(root)

@@ -49,7 +49,7 @@ from megatoken.audit.documents import (
 )
 from megatoken.audit.evidence import Evidence, Role, Run, System, node_rows, places
 from megatoken.audit.examine import Job, Progress, examine_all
-from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Severity, check, outcome
+from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Reported, Severity, check, outcome
 from megatoken.audit.placement import meanings, meant, results_above, scores_meant
 from megatoken.audit.stated import endpoint_results_in, tool_results_in
 from megatoken.audit.view import RunFiles
@@ -336,13 +336,13 @@ def _notes(
     tree: Tree,
     evidence: Evidence,
     claimed: str | None,
-    interrupted: Mapping[str, str],
+    interrupted: Mapping[str, Reported],
     results: tuple[int, int, int],
     apart: Sequence[str],
 ) -> tuple[str, ...]:
     above = {folder: innermost(folder.rpartition("/")[0], interrupted.keys() - {folder}) for folder in interrupted}
     whole = [folder for folder, holder in above.items() if holder is None]
-    notes = [f"{display(folder)}: {interrupted[folder]}".removeprefix(": ") for folder in whole[:MOST_INTERRUPTED]]
+    notes = [f"{display(folder)}: {interrupted[folder].text}".removeprefix(": ") for folder in whole[:MOST_INTERRUPTED]]
     if len(whole) > MOST_INTERRUPTED:
         notes.append(f"{count_of(len(whole) - MOST_INTERRUPTED, 'more run')} {Verdict.INTERRUPTED}")
     logs, endpoints, tools = results

@@ -34,6 +34,21 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Reported:
+    """What a run, or LoadGen, reports of the run itself."""
+
+    verdict: str
+    reasons: tuple[str, ...]  # the most important one first
+    stability: str = ""  # of a soak: a verdict of its own
+
+    @property
+    def text(self) -> str:
+        """One short printable line."""
+        verdict = f"{self.verdict}, {self.stability}" if self.stability else self.verdict
+        return shown(f"{verdict}: {'; '.join(self.reasons) or 'no reason given'}")
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a check found in one place."""
 
@@ -42,6 +57,7 @@ class Outcome:
     found: str
     where: tuple[Where, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)  # what ``found`` says, for programs
+    reported: Reported | None = None  # the same, where ``found`` is what a run or LoadGen reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +112,10 @@ class Check(Generic[Args]):
     def observations(self, outcomes: Outcomes) -> list[Observation]:
         """Outcomes that were found elsewhere, under this check's id."""
         found = () if outcomes is None else (outcomes,) if isinstance(outcomes, Outcome) else outcomes
-        return [Observation(one.severity, one.expected, one.found, one.where, one.fields, self.id) for one in found]
+        return [
+            Observation(one.severity, one.expected, one.found, one.where, one.fields, one.reported, self.id)
+            for one in found
+        ]
 
 
 CHECKS: dict[str, Check[...]] = {}
@@ -132,6 +151,7 @@ class Finding:
     where: tuple[Where, ...]
     why: str
     count: int
+    reported: Reported | None  # of the text that ``found`` has first
 
 
 @dataclass
@@ -139,6 +159,7 @@ class _Entry:
     count: int = 0
     expected: dict[str, None] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
+    reported: dict[str, Reported | None] = field(default_factory=dict)  # by text of ``found``
     where: list[Where] = field(default_factory=list)
 
 
@@ -157,6 +178,7 @@ class Ledger:
                 entry.expected.setdefault(observation.expected)
             if observation.found in entry.found or len(entry.found) < MOST_DISTINCT:
                 entry.found[observation.found] = entry.found.get(observation.found, 0) + 1
+                entry.reported.setdefault(observation.found, observation.reported)
             entry.where.extend(observation.where[: max(0, MOST_PLACES - len(entry.where))])
 
     def findings(self) -> tuple[Finding, ...]:
@@ -170,13 +192,18 @@ class Ledger:
     @staticmethod
     def _finding(check: Check[...], severity: Severity, entry: _Entry) -> Finding:
         expected, found = _list(dict.fromkeys(entry.expected, 1), len(entry.expected)), _list(entry.found, entry.count)
-        where = tuple(dict.fromkeys(entry.where))
-        return Finding(check.id, severity, check.title, expected, found, where, check.why, entry.count)
+        where, reported = tuple(dict.fromkeys(entry.where)), entry.reported[_by_count(entry.found)[0]]
+        return Finding(check.id, severity, check.title, expected, found, where, check.why, entry.count, reported)
+
+
+def _by_count(texts: dict[str, int]) -> list[str]:
+    """Most frequent first."""
+    return sorted(texts, key=lambda text: -texts[text])
 
 
 def _list(texts: dict[str, int], count: int) -> str:
     """Distinct texts, most frequent first, with how often each was found."""
-    ordered = sorted(texts, key=lambda text: -texts[text])
+    ordered = _by_count(texts)
     if len(ordered) == 1:
         return ordered[0] + (f" ({count} times)" if count > 1 else "")
     parts = [f"{text} ({texts[text]} times)" if texts[text] > 1 else text for text in ordered[:MOST_TEXTS]]

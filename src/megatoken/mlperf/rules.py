@@ -232,6 +232,11 @@ def _early_stopping(queries: int, own: Latencies | None) -> Shortfall:
 
 
 def why_invalid(log: DetailLog) -> str:
+    """The ``invalid_reasons`` as one text."""
+    return "; ".join(invalid_reasons(log)) or "no reason given"
+
+
+def invalid_reasons(log: DetailLog) -> tuple[str, ...]:
     """Why LoadGen calls a run INVALID, as its summary prints it: constraints not met, its reason, its early stopping.
 
     If early stopping alone fails, LoadGen leaves its reason empty and explains it in the text of early stopping.
@@ -243,7 +248,7 @@ def why_invalid(log: DetailLog) -> str:
             text = _one_line(log.get(key))
             if text and text != _STOPPED_WELL:
                 parts.append(f"{name}: {text}")
-    return "; ".join(filter(None, parts)) or "no reason given"
+    return tuple(filter(None, parts))
 
 
 def _one_line(text: object) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatoken.analysis.standing import answer_length
 from megatoken.audit.evidence import Role
-from megatoken.audit.finding import Check, Outcome, Severity, check, outcome, shown
+from megatoken.audit.finding import Check, Outcome, Reported, Severity, check, outcome, shown
 from megatoken.audit.stated import EndpointResult
 from megatoken.audit.view import RunView
 from megatoken.mlperf import rules
@@ -62,11 +62,13 @@ def _line(run: RunView, holds: bool | None, expected: str, key: str) -> Outcome:
 @check("rules.valid", "LoadGen's verdict is VALID", "An INVALID run did not meet its own constraints.", _timed)
 def valid(run: RunView) -> Outcome:
     validity = run.detail.get("result_validity")
-    found = shown(validity or "no verdict")
+    found, reported = shown(validity or "no verdict"), None
     if validity not in ("VALID", None):
-        found = shown(f"{validity}: {rules.why_invalid(run.detail)}")
+        reported = Reported(shown(validity), tuple(map(shown, rules.invalid_reasons(run.detail))))
+        found = reported.text
     where = run.at("result_validity", "result_invalid_reason", "early_stopping_met")
-    return outcome(validity == "VALID" if validity is not None else None, "VALID", found, where, run.unmet)
+    holds = validity == "VALID" if validity is not None else None
+    return replace(outcome(holds, "VALID", found, where, run.unmet), reported=reported)
 
 
 @check("rules.no_errors", "The run had no errors", "LoadGen may print VALID although it logged errors.", _any_run)

@@ -17,7 +17,7 @@ from megatoken.audit.differences import differences
 from megatoken.audit.discovery import Tree, below, innermost
 from megatoken.audit.documents import json_values
 from megatoken.audit.evidence import Run, Where, places
-from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
+from megatoken.audit.finding import Observation, Outcome, Reported, Severity, check, free_of, outcome, shown
 from megatoken.audit.folder import LOG, LOGGED, TABLES, RunFolder
 from megatoken.audit.sweep_document import listed_runs, unlike_its_runs
 from megatoken.errors import MegatokenError
@@ -65,17 +65,20 @@ def check_lost_files(lost: Mapping[str, Sequence[str]]) -> Iterator[Observation]
         yield from whole.observations(found)
 
 
-def interruptions(tree: Tree, folders: Iterable[str]) -> dict[str, str]:
+def interruptions(tree: Tree, folders: Iterable[str]) -> dict[str, Reported]:
     """Those of the run folders that say INTERRUPTED, and why, in their own words."""
-    found: dict[str, str] = {}
+    found: dict[str, Reported] = {}
     for folder in folders:
         result = json_values(tree, below(folder, RESULT)) or {}  # run_folder.whole says what is wrong with it
         if result.get("verdict") == Verdict.INTERRUPTED:
-            stated = mappings(result.get("reasons"))
-            why = "; ".join(f"{reason.get('code')} {reason.get('message')}" for reason in stated)
-            why = why.removeprefix(f"{Verdict.INTERRUPTED} ")
-            found[folder] = f"{Verdict.INTERRUPTED}: {shown(why or 'no reason given')}"
+            found[folder] = _reported(Verdict.INTERRUPTED, mappings(result.get("reasons")))
     return found
+
+
+def _reported(verdict: Verdict, stated: Iterable[Mapping[str, Any]], stability: object = None) -> Reported:
+    """The verdict and its reasons; a code that repeats the verdict is left out."""
+    codes = (("" if one.get("code") == verdict else f"{one.get('code')} ", one.get("message")) for one in stated)
+    return Reported(verdict, tuple(shown(f"{code}{message}") for code, message in codes), shown(stability or ""))
 
 
 def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Observation]:
@@ -100,10 +103,12 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
 
 @check("run_folder.interrupted", "The run finished", "An interrupted run has no result, so none is checked.")
 def interrupted(folder: RunFolder) -> Outcome | None:
-    why = interruptions(folder.tree, [folder.path]).get(folder.path)
+    reported = interruptions(folder.tree, [folder.path]).get(folder.path)
+    if reported is None:
+        return None
     severity = Severity.NOTE if folder.is_part else Severity.UNKNOWN  # a search ends probes whose answer is clear
-    found = f"{why}; samples that had ended: {int((~Samples.of(folder.run.requests).cancelled).sum()):,}"
-    return Outcome(severity, "a run that finished", found, folder.places(RESULT)) if why else None
+    found = f"{reported.text}; samples that had ended: {int((~Samples.of(folder.run.requests).cancelled).sum()):,}"
+    return Outcome(severity, "a run that finished", found, folder.places(RESULT), reported=reported)
 
 
 @check("run_folder.simulated", "The hardware exists", "Figures of a cost model are estimates, not measurements.")
@@ -174,14 +179,14 @@ def healthy(folder: RunFolder) -> Outcome | None:
     clean = run.verdict not in (Verdict.INVALID, Verdict.DEGRADED) and not run.doubts
     if clean or not folder.finished or folder.is_part:
         return None
-    against = [f"{reason['code']} {reason['message']}" for reason in (*run.reasons, *run.doubts)]
-    word = mapping(run.result.get("stability")).get("verdict")
+    stability = mapping(run.result.get("stability")).get("verdict")
+    reported = _reported(run.verdict, (*run.reasons, *run.doubts), stability)
     severity = Severity.WARN if run.verdict is Verdict.DEGRADED else Severity.NOTE
     if any(reason["code"] == "COMPLIANCE" for reason in run.reasons):
         passed = mapping(run.result.get("compliance")).get("passed") is True
         severity = Severity.WARN if passed else Severity.FAIL
-    found = f"{run.verdict}{f', {word}' if word else ''}: {'; '.join(against) or 'no reason given'}"
-    return Outcome(severity, "a run that reports nothing against itself", shown(found), folder.places(RESULT))
+    where = folder.places(RESULT)
+    return Outcome(severity, "a run that reports nothing against itself", reported.text, where, reported=reported)
 
 
 _CHECKS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +26,6 @@ LEGIBLE_FINDINGS = 400
 LEGIBLE_PLACES = 2
 NAMED = 2  # claims or findings in a sentence; further ones are counted
 BRIEF_ROWS = 12
-REASON_END = "; (?=[A-Z][A-Z_]+[,:]? )"  # the next reason begins with its code
 
 
 def audit_view(document: Document) -> View:
@@ -115,12 +113,24 @@ def _against(document: Document) -> str:
     ]
     if not said:
         return _invalid_by_loadgen(document)
-    verdict, _, why = _first(said[0], REASON_END).partition(": ")
-    doubted = verdict.startswith(("MEASURED", "VALID"))
-    what = f"doubts its measurement: {why}" if doubted else f"is {verdict}: {why}"
+    what = _reported_by_run(said[0])
     if (count := sum(int(one.number("count") or 1) for one in said)) > 1:
         return f"{count:,} runs report a problem; the first {what}"
     return f"{'the run itself' if len(_performance_runs(document)) < 2 else 'a run'} {what}"
+
+
+def _reported_by_run(finding: Document) -> str:
+    reported = finding.part("reported")
+    if not reported.values:  # an audit by an older version
+        return f"reports {finding.text('found').rstrip('.')}"
+    if reported.text("verdict") in ("MEASURED", "VALID"):
+        return f"doubts its measurement: {_first_reason(reported)}"
+    verdict = ", ".join(filter(None, (reported.text("verdict"), reported.text("stability"))))
+    return f"is {verdict}: {_first_reason(reported)}"
+
+
+def _first_reason(reported: Document) -> str:
+    return next(iter(reported.texts("reasons")), "no reason given").rstrip(".")
 
 
 def _invalid_by_loadgen(document: Document) -> str:
@@ -128,8 +138,8 @@ def _invalid_by_loadgen(document: Document) -> str:
     invalid = sum(one.text("validity") == "INVALID" for one in runs)
     if not invalid:
         return ""
-    whys = [_first(one, "; ") for one in document.parts("findings") if one.text("id") == "rules.valid"]
-    why = next((why.removeprefix("INVALID") for why in whys if why.startswith("INVALID: ")), "")
+    said = [one.part("reported") for one in document.parts("findings") if one.text("id") == "rules.valid"]
+    why = next((f": {_first_reason(one)}" for one in said if one.text("verdict") == "INVALID"), "")
     which = "the run" if len(runs) == 1 else f"{invalid:,} of {len(runs):,} runs"
     return f"LoadGen calls {which} INVALID{', the first' if invalid > 1 and why else ''}{why}"
 
@@ -138,12 +148,6 @@ def _performance_runs(document: Document) -> list[Document]:
     """Probes of a search, which may end INVALID, do not count."""
     runs = [one for one in document.parts("artefacts") if one.text("role") == "performance"]
     return [one for one in runs if "/probes/" not in f"/{one.text('path')}"]
-
-
-def _first(finding: Document, end: str) -> str:
-    """The first of the reasons that a finding joins, with the parenthesis closed that the cut opens."""
-    first = re.split(f"(?: \\(\\d+ times\\))?(?:{end}|$)", finding.text("found"), maxsplit=1)[0].rstrip(".")
-    return first + ")" * (first.count("(") > first.count(")"))
 
 
 def some(names: Sequence[str], most: int = NAMED) -> str:
