@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import psutil
 import pytest
 from rack_drivers import PATIENCE_SECONDS, RayNodes, environment
 
-from megatoken.hardware.qualify.fleet import Pair, isolate
+from megatoken.hardware.qualify.fleet import Isolated, Pair, isolate
+from megatoken.rack import links
 from megatoken.rack.links import links_entry
 
 NODES = 4
@@ -145,6 +147,48 @@ def test_a_node_with_a_slow_network_is_named(namespaces: list[str]) -> None:
     bad, round_trip = values["bad_nodes"], values["link_round_trip_p50"]
     assert 0 < round_trip["median"] < 10_000 and len(round_trip["windows"]) == len(links)
     assert (bad["verdict"], bad["note"], entry["verdict"]) == ("FAIL", str(SLOW), "FAIL")
+
+
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STREAM_SECONDS", "STREAMS_SECONDS", "ROUND_TRIP_SECONDS"):
+        monkeypatch.setattr(links, name, 0.05)
+    monkeypatch.setattr(links, "ANSWER_SECONDS", 3.0)
+
+
+@pytest.mark.usefixtures("briefly")
+def test_connections_of_other_programs_take_no_place_of_a_measurement() -> None:
+    nonce = b"n" * links.NONCE_BYTES
+    port = links.listen("127.0.0.1", nonce)
+    with ExitStack() as strays:
+        for _ in range(links.STREAMS):
+            strays.enter_context(socket.create_connection(("127.0.0.1", port)))
+        found = links.measure("127.0.0.1", port, nonce)
+    assert set(found) == {"rate", *(name for name, *_ in links.FURTHER)}
+
+
+@pytest.mark.usefixtures("briefly")
+def test_streams_are_measured_where_round_trips_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> dict[str, float]:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(links, "_round_trips", fails)
+    nonce = b"n" * links.NONCE_BYTES
+    found = links.measure("127.0.0.1", links.listen("127.0.0.1", nonce), nonce)
+    assert set(found) == {"rate", "rate_of_streams"}
+
+
+def test_what_failed_between_two_nodes_did_not_run() -> None:
+    rates = {("a", "b"): 1.0, ("a", "c"): 1.0}
+    found = Isolated(rates, 0.9, (), (), ())
+    entry = links_entry(found, 3, {("a", "b"): {"rate": 1.0, "round_trip_p50": 50.0}, ("a", "c"): {"rate": 1.0}})
+    values = {value["name"]: value for value in entry["values"]}
+    assert values["link_round_trip_p50"]["median"] == 50.0
+    missing = values["link_round_trip_p50_missing"]
+    assert missing["verdict"] == values["link_rate_of_streams"]["verdict"] == "NOT RUN"
+    assert missing["reason"].startswith("failed where one stream works, in 1 of 2 pairs: a - c; let nodes open 8 ")
+    assert "in 2 of 2 pairs: a - b, a - c; " in values["link_rate_of_streams"]["reason"]
+    assert entry["verdict"] == "PASS"
 
 
 def test_every_node_of_a_ray_cluster_is_tested_and_their_network(cluster: RayNodes, tmp_path: Path) -> None:
