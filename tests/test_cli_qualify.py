@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from time import monotonic, sleep
 
+import psutil
 import pytest
 
 from cli_support import TIMEOUT_SECONDS, call_here, started
@@ -27,7 +29,8 @@ def test_a_qualification_prints_the_answer_and_saves_document_and_page(tmp_path:
     code, out, err = call_here("qualify", "--tests", "facts", "--baseline", out_file, *again)
     assert code == 0
     values = [value for test in json.loads(out)["tests"] for value in test["values"]]
-    assert [value["verdict"] for value in values] in (["PASS"], ["MARGINAL"], ["NOT RUN"])
+    # NO REFERENCE: the first one waited for a core, next to other tests.
+    assert [value["verdict"] for value in values] in (["PASS"], ["MARGINAL"], ["NOT RUN"], ["NO REFERENCE"])
     assert (out_file.parent / "qualify.json").is_file() and (out_file.parent / "qualify.html").is_file()
 
 
@@ -132,6 +135,25 @@ def test_an_earlier_file_of_more_tests_is_kept_and_one_of_the_same_tests_replace
     assert err.startswith(f"{older}: the earlier qualify.json, 2 tests; kept")
     assert json.loads(older.read_text()) == more
     assert older.with_suffix(".html").is_file() and len(json.loads(file.read_text())["tests"]) == 1
+
+
+def test_ctrl_c_while_the_tests_are_loaded_prints_one_line(tmp_path: Path) -> None:
+    with started("qualify", "--tests", "facts", "--out", tmp_path / "q.json", before=os.setsid) as process:
+        deadline = monotonic() + TIMEOUT_SECONDS
+        while not _loads(process.pid) and monotonic() < deadline:
+            sleep(0.01)
+        sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 130
+    assert [line for line in err.splitlines() if line.startswith("megatoken: interrupted")] == err.splitlines()[-1:]
+    assert "Traceback" not in err
+
+
+def _loads(pid: int) -> bool:
+    """Whether the server that loads PyTorch for the tests has been started."""
+    children = psutil.Process(pid).children()
+    return any("forkserver" in word for child in children for word in child.cmdline())
 
 
 def test_ctrl_c_keeps_the_tests_that_ended(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def _precision() -> Finding:
 
 def _load() -> Iterator[Finding]:
     """CPU time of other processes and of other virtual machines over a short while."""
-    before, started = _process_seconds(), time.monotonic()
+    started, before = time.monotonic(), _process_seconds()  # looking at all processes takes time itself
     all_before = psutil.cpu_times()
     time.sleep(SAMPLE_SECONDS)
     seconds = (time.monotonic() - started) * (psutil.cpu_count() or 1)
@@ -222,8 +222,9 @@ def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < FEWEST_FILES:
         message = f"a process may open {soft:,} files, so a server may refuse clients"
-        most = FEWEST_FILES if hard < 0 else min(hard, 16 * FEWEST_FILES)
-        return fix(code, message, f"ulimit -n {most}")
+        if 0 <= hard < FEWEST_FILES:
+            return fix(code, message, f"sudo prlimit --pid $$ --nofile={FEWEST_FILES}")
+        return fix(code, message, f"ulimit -n {FEWEST_FILES if hard < 0 else min(hard, 16 * FEWEST_FILES)}")
     return ok(code, f"a process may open {soft:,} files" if soft >= 0 else "a process may open any number of files")
 
 

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +47,14 @@ def test_a_folder_that_is_not_there_is_named_by_the_test(tiny):
 def test_random_writes_are_of_the_full_set_alone(device):
     names = [[test.name for test in choose(TESTS[device], [], full=full)] for full in (False, True)]
     assert ["disk_writes" in of_set for of_set in names] == [False, True]
+
+
+def test_memory_that_looks_like_a_disk_is_none(tiny):
+    folder = Path("/dev/shm")
+    if host_tests._file_system(folder) not in host_tests.IN_MEMORY or not os.access(folder, os.W_OK):
+        pytest.skip("needs a file system in memory")
+    (found,) = disk_writes(replace(tiny, folder=folder))
+    assert (found.reason, found.enable) == (
+        "/dev/shm lies in memory (tmpfs)",
+        "name a folder on a disk with --disk DIR",
+    )

@@ -178,6 +178,18 @@ def test_the_slowest_window_of_a_baseline_is_the_longest_time_or_the_lowest_rate
     assert slowest == [1.0, 3.0, None]
 
 
+def test_a_baseline_that_waited_for_cores_is_no_reference(tmp_path: Path) -> None:
+    value = {"name": "rate", "title": "Rate", "unit": "GB/s", "better": "higher", "verdict": "NO REFERENCE"}
+    value |= {"median": 100.0, "spread": 0.0, "windows": [100.0, 100.0], "core_wait_share": 0.4}
+    path = tmp_path / "qualify.json"
+    tests = [{"name": "rates", "runs": 2, "verdict": "NO REFERENCE", "values": [value]}]
+    path.write_text(json.dumps(WHOLE | {"verdict": "NO REFERENCE", "tests": tests}))
+    (earlier,) = read_baseline(path, "H200").values()
+    judged = judge(rate(300.0), None, earlier, noisy=False)
+    assert (judged.verdict, judged.reason) == ("NO REFERENCE", "the baseline's value waited for cores: no reference")
+    assert judge(rate(70.0), BAND, earlier, noisy=False).verdict == "FAIL", "published values still count"
+
+
 def test_noise_of_a_baseline_does_not_hide_a_steady_value_far_behind_it() -> None:
     judged = judge(rate(70.0), None, Earlier(100.0, 0.3), noisy=False)
     assert judged.verdict == Verdict.FAIL
@@ -343,7 +355,7 @@ def test_a_drift_between_the_halves_of_the_windows_is_noisy_however_even_each_ha
 
 
 def test_sentences_about_one_value_or_none_say_what_was_judged() -> None:
-    clock = {"name": "core_clock", "title": "Clock", "better": "higher", "windows": [2.5], "noisy": True}
+    clock = {"name": "core_clock", "title": "Clock", "better": "higher", "windows": [2.5, 2.5], "noisy": True}
     clock |= {"verdict": "NO REFERENCE", "reason": "", "core_wait_share": 0.0}
     document = {"tests": [{"title": "Facts", "fault": None, "values": [clock]}]}
     health, _, steady = answer(document)
@@ -353,9 +365,11 @@ def test_sentences_about_one_value_or_none_say_what_was_judged() -> None:
     health, _, steady = answer(document)
     assert health == "No fault was found: 1 value passes, 0 are marginal, 0 have no reference and 0 did not run."
     assert steady.startswith("The only speed was steady within 5 %")
+    clock |= {"windows": [2.5]}
+    assert answer(document)[2] == "No speed was measured in several windows."
     clock |= {"verdict": "NOT RUN", "windows": []}
     health, _, steady = answer(document)
-    assert (health.partition(":")[0], steady) == ("Nothing was judged", "No speed was measured.")
+    assert (health.partition(":")[0], steady) == ("Nothing was judged", "No speed was measured in several windows.")
 
 
 def test_the_rate_of_all_cores_is_set_next_to_a_higher_one_of_one_core() -> None:

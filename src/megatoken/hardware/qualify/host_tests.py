@@ -11,9 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import psutil
 import torch
 
+from megatoken.files import FIXES
 from megatoken.hardware.qualify.timing import call_seconds
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
 
@@ -22,6 +25,7 @@ BLOCK, SMALL = 2**20, 4096
 QUEUE_DEPTHS = (1, 32)
 FREE_SHARE = 4
 """The disk must have this many times the file's size free."""
+IN_MEMORY = ("tmpfs", "ramfs")
 OTHER_FOLDER = "name a folder on a disk with --disk DIR"
 
 
@@ -81,9 +85,19 @@ def disk_writes(setting: Setting) -> Outcomes:
     yield from _on_a_file("disk_writes", "Random writes to the disk", _writes, setting)
 
 
+def _file_system(folder: Path) -> str:
+    """What kind of file system a folder is in, such as ext4; empty where the system does not say."""
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    place = folder.resolve()
+    return next((mounts[one] for one in (place, *place.parents) if one in mounts), "")
+
+
 def _on_a_file(name: str, title: str, measure: Callable[[int, Setting], Outcomes], setting: Setting) -> Outcomes:
     """Open a file without the system's cache. It has no name, so that nothing stays behind."""
     folder = setting.folder
+    if (kind := _file_system(folder)) in IN_MEMORY:
+        yield NotRun(name, title, f"{folder} lies in memory ({kind})", OTHER_FOLDER)
+        return
     try:
         if shutil.disk_usage(folder).free < FREE_SHARE * setting.file_bytes:
             need = FREE_SHARE * setting.file_bytes / 2**30
@@ -104,7 +118,8 @@ def _on_a_file(name: str, title: str, measure: Callable[[int, Setting], Outcomes
     try:
         yield from measure(file, setting)
     except OSError as error:
-        yield NotRun(name, title, f"{folder}: {error.strerror}", f"free some space, or {OTHER_FOLDER}")
+        fix = FIXES.get(error.errno or 0, "free some space")
+        yield NotRun(name, title, f"{folder}: {error.strerror}", f"{fix}, or {OTHER_FOLDER}")
     finally:
         os.close(file)
 

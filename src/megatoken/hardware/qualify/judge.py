@@ -60,6 +60,7 @@ class Earlier:
     runs: int = 1
     slowest: float | None = None
     noisy: bool = False
+    waited: bool = False  # for cores, so much that it says nothing about the machine
 
 
 class Verdict(StrEnum):
@@ -163,7 +164,8 @@ def judge(
         return Judged(Verdict.FAIL, f"measurement error: {share:.0%} of what is possible ({bound.formula})")
     compared = list(_compared(outcome, outcome.median, band, earlier, between_runs))
     if not compared:
-        return Judged(Verdict.NO_REFERENCE)
+        waited = earlier is not None and earlier.waited
+        return Judged(Verdict.NO_REFERENCE, "the baseline's value waited for cores: no reference" if waited else "")
     judged = max(compared, key=lambda one: ORDER.index(one.verdict))
     if judged.verdict is not Verdict.PASS and noisy:
         fastest = (min if outcome.better == "lower" else max)(outcome.windows)
@@ -184,7 +186,7 @@ def _compared(
     if band is not None:
         limit = band.highest if lower else band.lowest
         yield _graded(value, median, limit, f"published values allow {number(limit)} {value.unit}")
-    if earlier is not None:
+    if earlier is not None and not earlier.waited:
         allowed = tolerance(value, earlier, between_runs)
         limit = earlier.median * (1 + allowed if lower else 1 - allowed)
         reference = f"the baseline had {number(earlier.median)} {value.unit}, {allowed:.1%} worse is allowed"
@@ -287,11 +289,11 @@ def _headlines(values: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _trust(values: Sequence[Mapping[str, Any]]) -> str:
-    """How many speeds are steady; rates that are only recorded do not count."""
-    speeds = [value for value in values if value.get("windows") and value["better"] in SPEEDS]
+    """How many speeds are steady; rates that are only recorded do not count, nor those of one window."""
+    speeds = [value for value in values if len(value.get("windows") or ()) > 1 and value["better"] in SPEEDS]
     noisy = [value for value in speeds if value["noisy"]]
     if not speeds:
-        return "No speed was measured."
+        return "No speed was measured in several windows."
     if not noisy:
         all_of_them = f"All {len(speeds)} speeds were" if len(speeds) > 1 else "The only speed was"
         return f"{all_of_them} steady within 5 %, so later qualifications can be compared."

@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 
 from megatoken.errors import CapacityError, MegatokenError
@@ -62,7 +62,13 @@ def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float, gpu: s
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(test, setting, limit_seconds, theirs, gpu), daemon=True)
-    process.start()
+    # Ctrl-C also reaches the server, which would print a traceback while it loads PyTorch: it inherits the block.
+    resource_tracker.ensure_running()  # its start would end the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     began = time.monotonic()  # the first start waits until the server has loaded PyTorch
     starved = CoreWait(process.pid)
     theirs.close()

@@ -39,7 +39,7 @@ TIMES_CACHES, MEMORY_SHARE = 4, 0.5
 
 OPERATIONS_PER_CYCLE = {
     "fp32": (("avx512f", 64), ("avx2", 32), ("asimd", 32)),
-    "bf16": (("amx_bf16", 2048), ("avx512_bf16", 128), ("avx512f", 64), ("avx2", 32), ("bf16", 128), ("asimd", 32)),
+    "bf16": (("amx_bf16", 1024), ("avx512_bf16", 128), ("avx512f", 64), ("avx2", 32), ("bf16", 128), ("asimd", 32)),
 }
 """Most operations per cycle and core, by instruction set, the best first: multiply-adds count as two, and every core
 is assumed to have two such vector units (ARM: four of 128 bits), which only some have."""

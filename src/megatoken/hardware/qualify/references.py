@@ -10,7 +10,7 @@ from typing import Any
 
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
-from megatoken.hardware.qualify.judge import Band, Earlier, Verdict, overall, verdict_of_test
+from megatoken.hardware.qualify.judge import CONTENTION, Band, Earlier, Verdict, overall, verdict_of_test
 from megatoken.hardware.qualify.values import SPEEDS
 from megatoken.text import is_number
 
@@ -141,6 +141,7 @@ def read_baseline(path: Path, device: str) -> dict[tuple[str, str, str], Earlier
             test["runs"] if is_number(test.get("runs")) else 1,
             _slowest(value),
             value.get("noisy") is True,
+            (value.get("core_wait_share") or 0.0) > CONTENTION,
         )
         for test in document["tests"]
         for value in test["values"]

@@ -101,12 +101,13 @@ def _next_command(document: Document, tests: list[Document]) -> Iterator[Points]
 def _worse(tests: list[Document]) -> str:
     """The values that failed, then the marginal ones, the largest differences first; the others as a count."""
     values = [value for test in tests for value in test.parts("values")]
+    crashed = [f"{test.text('title')} {test.text('fault')}" for test in tests if "fault" in test]
     found = [
         (value.text("verdict") != "FAIL", *_by_how_much(value), _title(value))
         for value in values
         if value.text("verdict") in ("MARGINAL", "FAIL")
     ]
-    named = [f"{title} {words}" for _, _, words, title in sorted(found, key=lambda one: one[:2])]
+    named = crashed + [f"{title} {words}" for _, _, words, title in sorted(found, key=lambda one: one[:2])]
     if len(named) > MOST_NAMED:
         named[MOST_NAMED:] = [f"and {len(named) - MOST_NAMED} more"]
     return "; ".join(named)
@@ -194,7 +195,8 @@ def _median(value: Document) -> str:
 
 
 def _spread(value: Document) -> str:
-    text = "" if value.text("better") in (*COUNTS, "same") else _percent(value.number("spread"), ".1f")
+    unknown = value.text("better") in (*COUNTS, "same") or len(value.values.get("windows") or ()) < 2
+    text = "" if unknown else _percent(value.number("spread"), ".1f")
     return text + (" !" if value.flag("noisy") else "  ")
 
 
