@@ -88,6 +88,8 @@ def test_few_open_files_and_a_full_disk_are_found(tmp_path: Path, monkeypatch: p
     found = by_code(doctor.check_system(tmp_path))
     assert found["open_files"].command == "ulimit -n 2048"
     assert "1.0 GB are free" in found["disk_space"].message
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (100, 100))
+    assert by_code(doctor.check_system(tmp_path))["open_files"].command == "sudo prlimit --pid $$ --nofile=4096"
     monkeypatch.undo()
     monkeypatch.setattr(doctor, "SAMPLE_SECONDS", 0.05)
     assert by_code(doctor.check_system(tmp_path / "none" / "later"))["disk_space"].state == State.OK

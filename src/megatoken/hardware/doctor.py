@@ -222,7 +222,7 @@ def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < FEWEST_FILES:
         message = f"a process may open {soft:,} files, so a server may refuse clients"
-        if 0 <= hard < FEWEST_FILES:
+        if hard == soft:
             return fix(code, message, f"sudo prlimit --pid $$ --nofile={FEWEST_FILES}")
         return fix(code, message, f"ulimit -n {FEWEST_FILES if hard < 0 else min(hard, 16 * FEWEST_FILES)}")
     return ok(code, f"a process may open {soft:,} files" if soft >= 0 else "a process may open any number of files")
