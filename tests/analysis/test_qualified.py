@@ -16,8 +16,10 @@ from megatoken.engine.gpus import find_gpu
 from megatoken.engine.measured_costs import ModelWork, ProcessorCosts, ProcessorRates
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import UsageError
+from megatoken.hardware.qualify.references import check_document
 from megatoken.planning.rack_simulation import Rack
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FP32, FP8 = find_scheme("fp32"), find_scheme("fp8")
 CPU_VALUES = {
     "layer_products_fp32_1": 10.0,
@@ -143,6 +145,18 @@ TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
         ({"value": {"verdict": "NOT RUN", "name": "kernels"}}, "verdict is 'PASS', but its values give NOT RUN"),
         ({"test": {"fault": "it crashed"}}, "tests[0]: verdict is 'PASS', but its values give FAIL"),
         ({"test": {"verdict": None}}, "tests[0]: verdict is None, but its values give PASS"),
+        ({"value": {"median": 3.0}}, "tests[0]: values[0]: median is 3.0, but that of its windows is 2.0"),
+        ({"value": {"windows": []}}, "tests[0]: values[0]: median is 2.0, but that of its windows is None"),
+        ({"value": {"better": "zero"}}, "tests[0]: values[0]: verdict is PASS, but windows counts 2.0 where any error"),
+        (
+            {"tests": [TEST | {"verdict": "NOT RUN", "values": []}] * 2},
+            "tests[1]: name is 'kernels', which an earlier test has",
+        ),
+        ({"schema_version": True}, "schema_version is True, not a number"),
+        (
+            {"device": "H200", "value": {"name": "core_clock"}},
+            "device is the GPU H200, but tests[0]: values[0] is a proc",
+        ),
         ({"verdict": "NO REFERENCE"}, "verdict is 'NO REFERENCE', but its tests give PASS"),
     ],
 )
@@ -159,6 +173,15 @@ def test_every_command_names_the_damage_of_a_file_in_one_line(
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert "damaged.json: " in err and words in err
     assert "repeat megatoken qualify" in err
+
+
+def test_stored_qualifications_are_whole() -> None:
+    stored = [json.loads(file.read_text()) for file in RESULTS.glob("*qualify*.json")]
+    whole = [one for one in stored if one.get("kind") == "qualify"]
+    assert len(whole) >= 6
+    for one in whole:
+        check_document(one, "file")
+        check_document(one | {"machine": one["machine"] | {"gpus": []}}, "of a machine without nvidia-ml-py")
 
 
 @pytest.mark.parametrize(

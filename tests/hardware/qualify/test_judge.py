@@ -170,7 +170,7 @@ def test_a_noisy_value_fails_if_its_fastest_window_is_far_behind_the_slowest_of_
 def test_the_slowest_window_of_a_baseline_is_the_longest_time_or_the_lowest_rate(tmp_path: Path) -> None:
     path = tmp_path / "qualify.json"
     common = {"title": "Rate", "unit": "GB/s", "median": 2.0, "spread": 0.1, "verdict": "NO REFERENCE"}
-    windows = {"higher": [3.0, 1.0, 2.0], "lower": [2.0, 3.0, 1.0], "": []}
+    windows = {"higher": [3.0, 1.0, 2.0], "lower": [2.0, 3.0, 1.0], "": [None]}
     values = [common | {"name": better, "better": better, "windows": found} for better, found in windows.items()]
     tests = [{"runs": 2, "verdict": "NO REFERENCE", "values": values}]
     path.write_text(json.dumps(WHOLE | {"verdict": "NO REFERENCE", "tests": tests}))

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from megatoken.errors import CapacityError, MegatokenError
+from megatoken.errors import CapacityError, MegatokenError, UsageError
 from megatoken.hardware.qualify import collectives, rank_process
 from megatoken.hardware.qualify.catalog import HardwareTest
 from megatoken.hardware.qualify.judge import Verdict
 from megatoken.hardware.qualify.parts import gpus_here, joined, qualify_gpus
 from megatoken.hardware.qualify.rank_process import bus_share
+from megatoken.hardware.qualify.references import check_document
 from megatoken.hardware.qualify.values import NotRun, Setting, Value
 
 TESTS = (
@@ -114,6 +115,18 @@ def test_a_noisy_part_fails_only_far_behind_the_others(
         *(part_with([100.0] * 3, better="lower") for _ in range(3)), part_with(slower, better="lower", **more)
     )["tests"][-1]["values"]
     assert value["verdict"] == verdict
+
+
+def test_documents_of_gpus_and_of_racks_of_them_are_whole() -> None:
+    node = compared(*(part_with([rate]) for rate in (100.0, 100.0, 100.0, 94.0)))
+    (slow,) = node["tests"][-1]["values"]
+    assert (slow["name"], slow["windows"], slow["verdict"]) == ("slow_rate", [1], Verdict.MARGINAL)
+    rack = joined(dict.fromkeys("abc", node), "node", expected=3, seconds=1.0)
+    assert [test["name"] for test in rack["tests"]].count("spread") == 2
+    for document in (node, rack):
+        check_document(document, "file")
+    with pytest.raises(UsageError, match="windows counts 1 where any error is a FAIL"):
+        check_document(node | {"tests": [*node["tests"][:-1], node["tests"][-1] | {"name": "other"}]}, "file")
 
 
 def test_where_most_parts_are_noisy_the_steady_one_is_not_the_slow_one() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import math
+import statistics
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
 from megatoken.hardware.qualify.judge import CONTENTION, Band, Earlier, Verdict, overall, verdict_of_test
@@ -18,6 +21,12 @@ TABLE = Path(__file__).parents[2] / "data" / "qualify_references.csv"
 BELOW_LOWEST, ABOVE_HIGHEST = 0.95, 1.03
 """A band reaches from this share of the lowest published value to this share of the highest."""
 KIND, SCHEMA_VERSION = "qualify", 1
+CORE_CLOCK = "core_clock"
+"""A value of every qualification of a processor, and of none of a GPU."""
+SPREAD = "spread"
+"""The test that compares like parts, see ``parts``."""
+MEDIAN_ERROR = 1e-6
+"""Relative: how far a stored median may be from that of its windows."""
 
 
 @cache
@@ -58,8 +67,9 @@ def read_document(path: Path, flag: str) -> Mapping[str, Any]:
 def check_document(document: Mapping[str, Any], where: str) -> None:
     """Refuse a ``qualify.json`` whose machine, tests or values are not what a qualification writes.
 
-    Absent and null fields pass, except verdicts and what a measured value needs to be used. A speed is above zero. The
-    verdict of a test follows from those of its values, and that of the document from those of its tests.
+    Absent and null fields pass, except verdicts and what a measured value needs to be used. A speed is above zero. A
+    median is that of its windows. A value that counts errors fails. The verdict of a test follows from those of its
+    values, and that of the document from those of its tests.
 
     Raises:
         UsageError: the message begins with ``where`` and names the field.
@@ -71,7 +81,9 @@ def check_document(document: Mapping[str, Any], where: str) -> None:
 
 def _damage(document: Mapping[str, Any]) -> str | None:
     """What is wrong with a document, with the place in it; None if it is whole."""
-    if not isinstance(document.get("device"), str):
+    if isinstance(version := document.get("schema_version"), bool):
+        return f"schema_version is {version}, not a number"
+    if not isinstance(device := document.get("device"), str):
         return "device is not a text"
     if not isinstance(machine := document.get("machine"), Mapping):
         return "machine is not an object"
@@ -81,16 +93,25 @@ def _damage(document: Mapping[str, Any]) -> str | None:
         return "machine: memory: available_bytes is not a number"
     if not isinstance(tests := document.get("tests"), list):
         return "tests is not a list"
+    names: list[str | None] = []
     for number, test in enumerate(tests):
         if not isinstance(test, Mapping):
             return f"tests[{number}] is not an object"
+        name = None if test.get("name") is None else str(test["name"])
+        # A rack of nodes with several GPUs has two: of the GPUs of its first node, and of its nodes.
+        if name in names and name not in (None, SPREAD):
+            return f"tests[{number}]: name is {name!r:.80}, which an earlier test has"
+        names.append(name)
         if not isinstance(values := test.get("values"), list):
             return f"tests[{number}]: values is not a list"
         for index, value in enumerate(values):
             if not isinstance(value, Mapping):
                 return f"tests[{number}]: values[{index}] is not an object"
-            if (problem := _damage_of_value(value)) is not None:
+            of_parts = (name or "").partition("@")[0] == SPREAD
+            if (problem := _damage_of_value(value) or _damage_of_count(value, of_parts=of_parts)) is not None:
                 return f"tests[{number}]: values[{index}]: {problem}"
+            if value["name"] == CORE_CLOCK and device in gpus():
+                return f"device is the GPU {device}, but tests[{number}]: values[{index}] is a processor's {CORE_CLOCK}"
         if (verdict := verdict_of_test(test)) != test.get("verdict"):
             return f"tests[{number}]: verdict is {test.get('verdict')!r:.80}, but its values give {verdict}"
     if (verdict := overall(tests)) != document.get("verdict"):
@@ -116,6 +137,25 @@ def _damage_of_value(value: Mapping[str, Any]) -> str | None:
         return "windows is not a list of numbers"
     if value.get("better", SPEEDS[0]) in SPEEDS and median <= 0:
         return f"median is {median}, which no speed is"
+    if None in windows:  # what was not finite is stored as null
+        return None
+    if not windows or not math.isclose(median, statistics.median(windows), rel_tol=MEDIAN_ERROR):
+        return f"median is {median}, but that of its windows is {statistics.median(windows) if windows else None}"
+    return None
+
+
+def _damage_of_count(value: Mapping[str, Any], *, of_parts: bool) -> str | None:
+    """What is wrong with the verdict on a count of errors, of which a single one fails.
+
+    ``of_parts``: the value is of a test that compares like parts, where slow ones may be MARGINAL.
+    """
+    windows = value.get("windows")
+    if value.get("better") != "zero" or not isinstance(windows, list):
+        return None
+    known = [one for one in windows if is_number(one)]
+    fitting = [Verdict.FAIL, Verdict.MARGINAL] if of_parts and value["name"].startswith("slow_") else [Verdict.FAIL]
+    if max(known, default=0) > 0 and value["verdict"] not in fitting:
+        return f"verdict is {value['verdict']}, but windows counts {max(known)} where any error is a FAIL"
     return None
 
 
