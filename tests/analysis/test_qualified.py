@@ -117,6 +117,8 @@ def test_the_command_predicts_and_refuses_two_machines(tmp_path: Path) -> None:
     assert Rack.of("tiny", EngineConfig(), "x", nodes=1, gpus_per_node=1).machine is None
     for more, words in (
         (("--gpu", "H200"), "give one of them"),
+        (("--gpus-per-node", 8), "--gpus-per-node 8: "),
+        (("--gpus-per-node", 8), "is of a processor, A processor, 2 cores, and the engine uses all of it once; leave"),
         (("--precision", "bf16"), "layer_products_bf16_1, which predicting bf16 needs; give --precision fp32"),
     ):
         code, _, err = call_here(*arguments, *more)

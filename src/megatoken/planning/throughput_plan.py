@@ -66,12 +66,17 @@ def throughput(
 ) -> Plan:
     """The plan of ``megatoken plan throughput``, by its flags, on a GPU or a qualified machine.
 
-    Raises as ``plan_throughput`` and ``load_lengths``."""
+    Raises as ``plan_throughput`` and ``load_lengths``, and UsageError for several GPUs of a processor."""
     if not 0 < minutes <= MOST_MINUTES:
         raise UsageError(f"--minutes is {minutes:g}; give a number above 0, at most {MOST_MINUTES:,}: a simulated day")
     name = gpu if machine is None else machine.name
     if name is None:
         raise UsageError("--gpu or --machine: give the GPU to simulate, or the qualify.json of a machine")
+    if machine is not None and machine.gpu is None and gpus_per_node > 1:
+        raise UsageError(
+            f"--gpus-per-node {gpus_per_node}: {machine.source} is of a processor, {machine.name}, and the engine uses "
+            "all of it once; leave it out, or give --nodes for several such machines"
+        )
     rack = Rack.of(model, config, name, nodes=nodes, gpus_per_node=gpus_per_node)
     rack = replace(rack, machine=machine)
     simulation = rack.simulation()
