@@ -126,6 +126,41 @@ def test_the_command_predicts_and_refuses_two_machines(tmp_path: Path) -> None:
         assert words in err
 
 
+LAYERS_OF_GPU = {f"layer_products_fp8_llama3.1-8b_{tokens}": 700.0 for tokens in (64, 1536)}
+
+
+def planned(tmp_path: Path, document: dict[str, Any], *more: str) -> tuple[dict[str, Any], str]:
+    """The plan of a qualification, or the one line that refuses it."""
+    file = tmp_path / "qualify.json"
+    file.write_text(json.dumps(document))
+    code, out, err = call_here("plan", "throughput", "--machine", file, "--minutes", 0.02, "--json", *more)
+    assert (code, len(err.splitlines())) == ((0, 0) if out else (2, 1))
+    return json.loads(out or "{}"), err
+
+
+def test_a_part_that_was_not_measured_on_a_gpu_is_an_estimate_by_the_model(tmp_path: Path) -> None:
+    plan, _ = planned(tmp_path, document("H200", LAYERS_OF_GPU | {"hbm_copy": 4000.0}), "--model", "llama3.1-8b")
+    factors = {one["name"].partition(",")[0]: one for one in plan["inputs"] if "against the model" in one["name"]}
+    assert {name: one["state"] for name, one in factors.items()} == {
+        "products": "measured",
+        "weights": "measured",
+        "elementwise": "measured",
+        "decode attention": "estimate",
+        "chunk attention": "estimate",
+    }
+    for name in ("decode attention", "chunk attention"):
+        assert (factors[name]["value"], factors[name]["source"]) == (1.0, "not measured; as in the cost model")
+
+
+def test_a_gpu_without_products_in_the_format_is_not_predicted(tmp_path: Path) -> None:
+    """The rate would be that of the cost model, called one of this GPU."""
+    model = ("--model", "llama3.1-8b")
+    _, err = planned(tmp_path, document("H200", LAYERS_OF_GPU), *model, "--precision", "bf16")
+    assert "no products of layers in bf16 were measured on this GPU; give --precision fp8, or --gpu H200" in err
+    _, err = planned(tmp_path, document("H200", {"hbm_copy": 4000.0}), *model)
+    assert "no products of layers in fp8 were measured on this GPU; give --gpu H200 instead of --machine" in err
+
+
 VALUE = {"name": "rms_norm", "title": "RMS norm", "unit": "GB/s", "better": "higher", "spread": 0.0, "verdict": "PASS"}
 TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
 

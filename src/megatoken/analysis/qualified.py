@@ -83,7 +83,7 @@ class Machine:
         """What the steps of a model take.
 
         Raises:
-            UsageError: the document lacks a value that this needs.
+            UsageError: the document lacks a value that this needs; of a GPU, all products of layers in this format.
             ConfigError: the GPU has no such products.
         """
         scheme = scheme_of(config)
@@ -123,10 +123,10 @@ class Machine:
         return ProcessorRates(points, attention, prompts, norm, step, layer)
 
     def _corrected(self, model: CostModel, scheme: LinearScheme, gpu: Gpu) -> CorrectedCosts:
-        """Corrections of what the document has; the parts that it lacks stay as the cost model has them."""
+        """Corrections of what the document has; the other parts that it lacks stay as the cost model has them."""
         few, many = min(GPU_LAYERS.tokens), max(GPU_LAYERS.tokens)
 
-        def products(tokens: int) -> float:
+        def products(tokens: int) -> float | None:
             found = []
             for name in GPU_LAYERS.shapes:
                 measured = self.values.get(f"{LAYERS}{scheme.precision}_{name}_{tokens}")
@@ -134,18 +134,28 @@ class Machine:
                     shape = SHAPES[name]
                     cost = CostModel(shape, scheme, gpu).step_of(tokens, 0, (), tokens)
                     found.append(2e-12 * tokens * shape.linear_parameters / cost.products / measured)
-            return math.prod(found) ** (1 / len(found)) if found else 1.0
+            return math.prod(found) ** (1 / len(found)) if found else None
 
+        at_many, at_few = products(many), products(few)
+        if at_many is None and at_few is None:  # the rate would be that of the cost model, as --gpu gives it
+            raise self._without_products(scheme.precision)
         attention, copy = self.values.get("decode_attention"), self.values.get("hbm_copy")
-        decode = 1.0
+        decode = elementwise = None
         if attention is not None and scheme.fp8_cache:
             shape, of = SHAPES[GPU_ATTENTION.shape], GPU_ATTENTION
             keys = of.sequences * of.prompt_tokens
             cost = CostModel(shape, scheme, gpu).step_of(of.sequences, keys, (), 0)
             moved = 2.0 * shape.layers * shape.kv_heads * shape.head_dim * keys
             decode = moved / 1e9 / cost.decode_attention / attention
-        elementwise = 1.0 if copy is None else COPY_SHARE * gpu.memory_bytes_per_second / 1e9 / copy
-        return CorrectedCosts(model, Factors(products(many), products(few), decode, elementwise), few, many)
+        if copy is not None:
+            elementwise = COPY_SHARE * gpu.memory_bytes_per_second / 1e9 / copy
+        return CorrectedCosts(model, Factors(at_many, at_few, decode, elementwise), few, many)
+
+    def _without_products(self, precision: str) -> UsageError:
+        fix = f"give --gpu {self.name} instead of --machine for the cost model alone"
+        if self.precisions:
+            fix = f"give --precision {self.precisions[0]}, or {fix[5:]}"
+        return UsageError(f"{self.source}: no products of layers in {precision} were measured on this GPU; {fix}")
 
     def _value(self, name: str, precision: str) -> float:
         if name not in self.values:

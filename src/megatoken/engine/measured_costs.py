@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -109,13 +109,13 @@ class ProcessorCosts(Costs):
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Measured time over that of the cost model, by part of a step."""
+    """Measured time over that of the cost model, by part of a step; None: not measured, and as in the cost model."""
 
-    products: float = 1.0
-    weights: float = 1.0
-    decode_attention: float = 1.0
-    elementwise: float = 1.0
-    chunk_attention: float = 1.0
+    products: float | None = None
+    weights: float | None = None
+    decode_attention: float | None = None
+    elementwise: float | None = None
+    chunk_attention: float | None = None
 
 
 class CorrectedCosts(Costs):
@@ -124,6 +124,7 @@ class CorrectedCosts(Costs):
     def __init__(self, model: CostModel, factors: Factors, few_tokens: float, many_tokens: float) -> None:
         """``weights`` holds for steps of ``few_tokens``, ``products`` from ``many_tokens`` on."""
         self._model, self.factors = model, factors
+        self._applied = {name: 1.0 if factor is None else factor for name, factor in asdict(factors).items()}
         self._log_tokens = (math.log(few_tokens), math.log(many_tokens))
         self.basis = f"{model.basis}, corrected by megatoken qualify"
 
@@ -131,15 +132,15 @@ class CorrectedCosts(Costs):
         self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
     ) -> StepCost:
         """The cost of a step, see ``Costs``."""
-        chunks, factors = list(chunks), self.factors
+        chunks, factors = list(chunks), self._applied
         cost = self._model.step_of(decodes, cached_tokens, chunks, samples)
         log_tokens = math.log(max(decodes + sum(count for _, count in chunks), 1.0))
-        products = float(np.interp(log_tokens, self._log_tokens, (factors.weights, factors.products)))
+        products = float(np.interp(log_tokens, self._log_tokens, (factors["weights"], factors["products"])))
         parts = cost._replace(
             products=cost.products * products,
             head=cost.head * products,
-            decode_attention=cost.decode_attention * factors.decode_attention,
-            chunk_attention=cost.chunk_attention * factors.chunk_attention,
-            elementwise=cost.elementwise * factors.elementwise,
+            decode_attention=cost.decode_attention * factors["decode_attention"],
+            chunk_attention=cost.chunk_attention * factors["chunk_attention"],
+            elementwise=cost.elementwise * factors["elementwise"],
         )
         return parts._replace(seconds=cost.seconds + math.fsum(parts[1:9]) - math.fsum(cost[1:9]))

@@ -190,9 +190,11 @@ def _rates(rack: Rack, simulation: Simulation) -> Iterator[Input]:
         costs = machine.costs(rack.model, rack.config)
         if isinstance(costs, CorrectedCosts):
             for name, factor in asdict(costs.factors).items():
-                yield Input(
-                    f"{name.replace('_', ' ')}, against the model", factor, "of its time", "measured", machine.source
-                )
+                title = f"{name.replace('_', ' ')}, against the model"
+                if factor is None:
+                    yield Input(title, 1.0, "of its time", "estimate", "not measured; as in the cost model")
+                else:
+                    yield Input(title, factor, "of its time", "measured", machine.source)
 
 
 def _results(rack: Rack, runs: Sequence[NodeRun], parts: StepCost) -> list[Result]:
