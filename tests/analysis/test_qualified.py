@@ -161,6 +161,28 @@ def test_a_gpu_without_products_in_the_format_is_not_predicted(tmp_path: Path) -
     assert "no products of layers in fp8 were measured on this GPU; give --gpu H200 instead of --machine" in err
 
 
+def test_a_plan_says_what_is_wrong_with_the_values_that_it_uses(tmp_path: Path) -> None:
+    sound = document("A processor, 2 cores", CPU_VALUES | {"memory_read": 20.0})
+    plan, _ = planned(tmp_path, sound, "--model", "tiny")
+    assert not any("qualify.json" in note for note in plan["notes"])
+    measured = {value["name"]: value for value in sound["tests"][0]["values"]}
+    for name, wait in (("memory_read", 0.5), ("rms_norm", 0.0), ("decode_step", 0.27), ("decode_step_tiny", None)):
+        measured[name] |= {"noisy": True, "core_wait_share": wait}
+    measured["memory_read"]["verdict"] = "FAIL"
+    measured["rms_norm"]["part"] = "node alpha"
+    sound["tests"][0] |= {"verdict": "FAIL", "title": "Memory, node alpha"}
+    parts = {"kind": "node", "names": ["alpha", "beta"], "first": "alpha"}
+    plan, _ = planned(tmp_path, sound | {"verdict": "FAIL", "complete": False, "parts": parts}, "--model", "tiny")
+    of_file = [note.partition("qualify.json: ")[2] for note in plan["notes"] if "qualify.json: " in note]
+    assert of_file[0] == "the qualification did not end; repeat megatoken qualify."
+    assert of_file[1].startswith("the verdict is FAIL (Memory, node alpha), so the machine may be slow or faulty; ")
+    assert of_file[2] == "the plan uses the values of node alpha alone, of 2 nodes."
+    assert of_file[3] == (
+        "3 of the 9 values that the plan uses are noisy, and 1 waited for a core, up to 27% of their time; "
+        "stop other work and repeat megatoken qualify."
+    )
+
+
 VALUE = {"name": "rms_norm", "title": "RMS norm", "unit": "GB/s", "better": "higher", "spread": 0.0, "verdict": "PASS"}
 TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.schemes import LinearScheme, scheme_of
 from megatoken.engine.simulated import CONTEXT_BYTES
 from megatoken.errors import MegatokenError, UsageError
+from megatoken.files import mapping
+from megatoken.hardware.qualify.judge import CONTENTION, MOST_NAMED, Verdict
 from megatoken.hardware.qualify.references import read_document
 from megatoken.hardware.qualify.shapes import (
     CPU_LOAD,
@@ -26,7 +28,7 @@ from megatoken.hardware.qualify.shapes import (
     WARM_UP_STEPS,
     products_of,
 )
-from megatoken.text import precise
+from megatoken.text import count_of, is_number, precise
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,6 +38,8 @@ AGREEING_SHARE = 0.15
 """Of a predicted rate, by which a measured one may differ: so near are predictions on a machine without other work."""
 LAYERS = "layer_products_"
 """How the names of these values begin; the format follows."""
+KERNELS = ("decode_attention", "prompt_attention", "rms_norm")
+"""Those of a processor."""
 COPY_SHARE = 0.89
 """Of the data sheet's bandwidth, that a copy reached on the H200 from which the cost model's constants are."""
 
@@ -49,6 +53,8 @@ class Machine:
     values: Mapping[str, float]  # medians by name
     counts: Mapping[str, int]  # windows of each value
     memory_bytes: int  # that were available
+    noisy: Mapping[str, float]  # noisy values by name, with the share of their time for which they waited for a core
+    doubts: tuple[str, ...]  # what is wrong with the whole document, in sentences
 
     @property
     def gpu(self) -> Gpu | None:
@@ -91,6 +97,29 @@ class Machine:
             return ProcessorCosts(model, scheme, self.processor_rates(scheme))
         return self._corrected(CostModel(model, scheme, self.gpu, cuda_graphs=config.cuda_graphs), scheme, self.gpu)
 
+    def value_names(self, scheme: LinearScheme) -> list[str]:
+        """The values from which the costs of steps follow; a GPU may lack some of them."""
+        products = f"{LAYERS}{scheme.precision}_"
+        if self.gpu is not None:
+            names = [f"{products}{shape}_{tokens}" for shape in GPU_LAYERS.shapes for tokens in GPU_LAYERS.tokens]
+            return [*names, *(["decode_attention"] if scheme.fp8_cache else []), "hbm_copy"]
+        steps = [f"decode_step{load.suffix}" for load in (SMALL_LOAD, CPU_LOAD)]
+        return [*(f"{products}{tokens}" for tokens in CPU_TOKENS), *KERNELS, *steps]
+
+    def warnings(self, config: EngineConfig) -> Iterator[str]:
+        """Why a rate that is predicted from this document may be wrong."""
+        yield from self.doubts
+        used = [name for name in self.value_names(scheme_of(config)) if name in self.values]
+        noisy = [self.noisy[name] for name in used if name in self.noisy]
+        if noisy:
+            waits = [wait for wait in noisy if wait > CONTENTION]
+            cause = f", and {len(waits)} waited for a core, up to {max(waits):.0%} of their time" if waits else ""
+            are = "is" if len(noisy) == 1 else "are"
+            yield (
+                f"{self.source}: {len(noisy)} of the {len(used)} values that the plan uses {are} noisy{cause}; "
+                "stop other work and repeat megatoken qualify."
+            )
+
     def processor_rates(self, scheme: LinearScheme) -> ProcessorRates:
         """The kernels of a processor, and what steps of two models took beyond them."""
         precision, shape = scheme.precision, SHAPES[CPU_LOAD.shape]
@@ -102,8 +131,7 @@ class Machine:
                 products = products_of(shape)
                 rate *= sum(one.operations(1) for one in products) / sum(one.moved_bytes(1, item) for one in products)
             points.append((float(tokens), rate))
-        names = ("decode_attention", "prompt_attention", "rms_norm")
-        attention, prompts, norm = (self._value(name, precision) * 1e9 for name in names)
+        attention, prompts, norm = (self._value(name, precision) * 1e9 for name in KERNELS)
         kernels = ProcessorRates(points, attention, prompts, norm)
         beyond = []
         for load in (SMALL_LOAD, CPU_LOAD):
@@ -190,7 +218,31 @@ def machine_of(document: Mapping[str, Any], source: str) -> Machine:
         {name: float(value["median"]) for name, value in values.items() if value["median"] > 0},
         {name: len(value["windows"]) for name, value in values.items()},
         memory,
+        {name: _core_wait(value) for name, value in values.items() if value.get("noisy") is True},
+        tuple(_doubts(document, source)),
     )
+
+
+def _core_wait(value: Mapping[str, Any]) -> float:
+    wait = value.get("core_wait_share")
+    return wait if is_number(wait) else 0.0
+
+
+def _doubts(document: Mapping[str, Any], source: str) -> Iterator[str]:
+    tests = document["tests"]
+    if document.get("complete") is False:
+        yield f"{source}: the qualification did not end; repeat megatoken qualify."
+    if document["verdict"] == Verdict.FAIL:
+        failed = [str(test.get("title")) for test in tests if test["verdict"] == Verdict.FAIL]
+        more = f" and {len(failed) - MOST_NAMED} more" if len(failed) > MOST_NAMED else ""
+        yield (
+            f"{source}: the verdict is FAIL ({'; '.join(failed[:MOST_NAMED])}{more}), so the machine may be slow or "
+            f"faulty; megatoken report {source} says why."
+        )
+    parts = mapping(document.get("parts"))
+    if isinstance(names := parts.get("names"), list) and len(names) > 1:
+        first = next((value["part"] for test in tests for value in test["values"] if value.get("part")), names[0])
+        yield f"{source}: the plan uses the values of {first} alone, of {count_of(len(names), str(parts.get('kind')))}."
 
 
 @dataclass(frozen=True, slots=True)

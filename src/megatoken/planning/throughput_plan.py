@@ -126,6 +126,7 @@ def plan_throughput(
         results=tuple(_results(rack, runs, parts)),
         tables=(_step_table(parts), *((_nodes_table(runs),) if len(runs) > 1 else ())),
         notes=(
+            *(() if rack.machine is None else rack.machine.warnings(rack.config)),
             f"Rate of matrix products: {simulation.costs.basis}.",
             *((_MIXTURES,) if rack.model.experts is not None else ()),
             _LIMITS,
