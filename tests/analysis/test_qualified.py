@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_time_beyond_the_kernels_is_found_from_two_models() -> None:
     for name, suffix in (("tiny", "_tiny"), ("125m", "")):
         cost = ProcessorCosts(SHAPES[name], FP32, rates).step_of(16, 16 * (128 + 3 + 1.5), (), 16)
         assert cost.seconds == pytest.approx(CPU_VALUES[f"decode_step{suffix}"] / 1e3)
-    with pytest.raises(UsageError, match=r"has no layer_products_bf16_1.*give --precision fp32"):
+    with pytest.raises(UsageError, match=r"no products of layers in bf16 were measured; give --precision fp32"):
         machine.processor_rates(find_scheme("bf16"))
 
 
@@ -119,7 +120,7 @@ def test_the_command_predicts_and_refuses_two_machines(tmp_path: Path) -> None:
         (("--gpu", "H200"), "give one of them"),
         (("--gpus-per-node", 8), "--gpus-per-node 8: "),
         (("--gpus-per-node", 8), "is of a processor, A processor, 2 cores, and the engine uses all of it once; leave"),
-        (("--precision", "bf16"), "layer_products_bf16_1, which predicting bf16 needs; give --precision fp32"),
+        (("--precision", "bf16"), "no products of layers in bf16 were measured; give --precision fp32"),
     ):
         code, _, err = call_here(*arguments, *more)
         assert code == 2
@@ -156,9 +157,27 @@ def test_a_gpu_without_products_in_the_format_is_not_predicted(tmp_path: Path) -
     """The rate would be that of the cost model, called one of this GPU."""
     model = ("--model", "llama3.1-8b")
     _, err = planned(tmp_path, document("H200", LAYERS_OF_GPU), *model, "--precision", "bf16")
-    assert "no products of layers in bf16 were measured on this GPU; give --precision fp8, or --gpu H200" in err
+    assert "no products of layers in bf16 were measured; give --precision fp8, or give --gpu H200" in err
     _, err = planned(tmp_path, document("H200", {"hbm_copy": 4000.0}), *model)
-    assert "no products of layers in fp8 were measured on this GPU; give --gpu H200 instead of --machine" in err
+    assert "lacks values of the test layers, which a prediction needs; run all tests of megatoken qualify" in err
+    assert "or give --gpu H200 instead of --machine" in err
+
+
+@pytest.mark.parametrize(
+    ("kept", "tests"),
+    [
+        ((), "tests layers, kernels, steps"),
+        (["layer_products_fp32_1", "layer_products_fp32_16"], "tests layers, kernels, steps"),
+        ([name for name in CPU_VALUES if name != "decode_step"], "test steps"),
+    ],
+)
+def test_a_file_without_the_tests_that_a_prediction_needs_names_them(
+    kept: Sequence[str], tests: str, tmp_path: Path
+) -> None:
+    some = document("A processor, 2 cores", {"core_clock": 3.0} | {name: CPU_VALUES[name] for name in kept})
+    _, err = planned(tmp_path, some, "--model", "tiny")
+    needs = "which a prediction needs; run all tests of megatoken qualify to the end"
+    assert err.endswith(f"qualify.json: lacks values of the {tests}, {needs}\n")
 
 
 def test_a_plan_says_what_is_wrong_with_the_values_that_it_uses(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,22 +122,24 @@ class Machine:
 
     def processor_rates(self, scheme: LinearScheme) -> ProcessorRates:
         """The kernels of a processor, and what steps of two models took beyond them."""
+        if missing := [name for name in self.value_names(scheme) if name not in self.values]:
+            raise self._lacking(missing, scheme.precision)
         precision, shape = scheme.precision, SHAPES[CPU_LOAD.shape]
         item = scheme.activation_bytes
         points = []
         for tokens in CPU_TOKENS:
-            rate = self._value(f"{LAYERS}{precision}_{tokens}", precision) * 1e9
+            rate = self.values[f"{LAYERS}{precision}_{tokens}"] * 1e9
             if tokens == 1:  # in bytes/s
                 products = products_of(shape)
                 rate *= sum(one.operations(1) for one in products) / sum(one.moved_bytes(1, item) for one in products)
             points.append((float(tokens), rate))
-        attention, prompts, norm = (self._value(name, precision) * 1e9 for name in KERNELS)
+        attention, prompts, norm = (self.values[name] * 1e9 for name in KERNELS)
         kernels = ProcessorRates(points, attention, prompts, norm)
         beyond = []
         for load in (SMALL_LOAD, CPU_LOAD):
             model = SHAPES[load.shape]
             name = f"decode_step{load.suffix}"
-            measured = self._value(name, precision) / 1e3
+            measured = self.values[name] / 1e3
             context = load.prompt_tokens + WARM_UP_STEPS + self.counts[name] / 2
             known = ProcessorCosts(model, scheme, kernels).step_of(
                 load.sequences, load.sequences * context, (), load.sequences
@@ -166,7 +168,7 @@ class Machine:
 
         at_many, at_few = products(many), products(few)
         if at_many is None and at_few is None:  # the rate would be that of the cost model, as --gpu gives it
-            raise self._without_products(scheme.precision)
+            raise self._lacking([LAYERS], scheme.precision)
         attention, copy = self.values.get("decode_attention"), self.values.get("hbm_copy")
         decode = elementwise = None
         if attention is not None and scheme.fp8_cache:
@@ -179,19 +181,26 @@ class Machine:
             elementwise = COPY_SHARE * gpu.memory_bytes_per_second / 1e9 / copy
         return CorrectedCosts(model, Factors(at_many, at_few, decode, elementwise), few, many)
 
-    def _without_products(self, precision: str) -> UsageError:
-        fix = f"give --gpu {self.name} instead of --machine for the cost model alone"
-        if self.precisions:
-            fix = f"give --precision {self.precisions[0]}, or {fix[5:]}"
-        return UsageError(f"{self.source}: no products of layers in {precision} were measured on this GPU; {fix}")
+    def _lacking(self, names: Iterable[str], precision: str) -> UsageError:
+        """The error for values of these names, which the document lacks and a prediction needs."""
+        if self.precisions and precision not in self.precisions:
+            why, fix = f"no products of layers in {precision} were measured", f"give --precision {self.precisions[0]}"
+        else:
+            tests = list(dict.fromkeys(map(_test_of, names)))
+            why = (
+                f"lacks values of the test{'s' if len(tests) > 1 else ''} {', '.join(tests)}, which a prediction needs"
+            )
+            fix = "run all tests of megatoken qualify to the end"
+        if self.gpu is not None:
+            fix += f", or give --gpu {self.name} instead of --machine for the cost model alone"
+        return UsageError(f"{self.source}: {why}; {fix}")
 
-    def _value(self, name: str, precision: str) -> float:
-        if name not in self.values:
-            fix = "repeat megatoken qualify without --tests"
-            if self.precisions and precision not in self.precisions:
-                fix = f"give --precision {self.precisions[0]}"
-            raise UsageError(f"{self.source}: has no {name}, which predicting {precision} needs; {fix}")
-        return self.values[name]
+
+def _test_of(name: str) -> str:
+    """The test of ``megatoken qualify`` that measures a value of ``Machine.value_names``."""
+    if name.startswith(LAYERS):
+        return "layers"
+    return "kernels" if name in KERNELS else "steps"
 
 
 def read_machine(path: Path) -> Machine:
