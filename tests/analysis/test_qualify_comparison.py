@@ -119,3 +119,43 @@ def test_the_command_compares_a_stored_qualification(tmp_path: Path) -> None:
         assert (code, len(err.splitlines())) == (2, 1)
         assert words in err
     assert table_of("azure")[0].name == "azure_guide_microbenchmarks.csv"
+
+
+GEMM, LLM = "dtype=FP16;m=8;n=8;k=8", "llm_offline_throughput,model=llama3.1-8b;tp=1"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("X,gemm", "parameter is missing"),
+        (f"X,gemm,{GEMM},1", "unit is missing"),
+        (f"X,gemm,{GEMM},,TFLOPS", "value '' is no number"),
+        (f"X,gemm,{GEMM},inf,TFLOPS", "value 'inf' is no number from 0 on"),
+        (f"X,gemm,{GEMM},nan,TFLOPS", "value 'nan' is no number from 0 on"),
+        (f"X,gemm,{GEMM},-1,TFLOPS", "value '-1' is no number from 0 on"),
+        (f"X,gemm,{GEMM},1,furlongs", "unit 'furlongs' is unknown; known are TFLOPS, "),
+        (f"X,gemm,{GEMM},1,GB/s", "unit GB/s does not measure gemm, which is in operations/s"),
+        (f"X,{LLM},1,GB/s", "unit GB/s does not measure llm_offline_throughput, which is in tokens/s"),
+        (f"X,{LLM},1,tokens/s", "parameter: isl is '', not a whole number from 1 to 1,000,000"),
+        (f"X,{LLM};isl=8;osl=0,1,tokens/s", "parameter: osl is '0', not"),
+        (f"X,{LLM};isl=8;osl=8;requests=z,1,tokens/s", "parameter: requests is 'z', not"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused_before_a_test_runs(row: str, words: str, tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text(f"sku,benchmark,parameter,value,unit\nX,gemm,{GEMM},1,TFLOPS\n{row}\n")
+    code, out, err = call_here("qualify", "--compare", table, "--out", tmp_path / "new")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"--compare {table}: row 2: {words}" in err and err.endswith("; correct it\n")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_table_of_a_spreadsheet_is_read_and_rows_without_a_value_of_ours_say_why(tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    rows = ("cpu_stream,op=read,1,GB/s", "nvbandwidth,direction=up,1,GB/s", f"{LLM};isl=1000000;osl=8,1,tokens/s")
+    text = "".join(f"X,{row}\n" for row in rows)
+    table.write_text(f"sku,benchmark,parameter,value,unit\n{text}", encoding="utf-8-sig")
+    stream, copies, offline = compare_with(document(), str(table))["rows"]
+    assert stream["note"] == "qualify has no op 'read'; it has those of copy, mul, add, triad, dot"
+    assert copies["note"] == "qualify has no direction 'up'; it has h2d, d2h, d2d_bidirectional_read"
+    assert (offline["ours"], "exceed the longest sequence" in offline["note"]) == (None, True)

@@ -7,6 +7,7 @@ AI-benchmarking-guide's results are collected in ``data/azure_guide_microbenchma
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -46,7 +47,11 @@ DISK = {
     "random_write": ("disk_random_write_32", "4k"),
 }
 MODELS = {"llama3.1-8b": "llama3.1-8b", "llama3-8b": "llama3.1-8b", "llama2-70b": "llama2-70b"}
+OFFLINE, ALL_REDUCE = "llm_offline", "allreduce_busbw"
+"""How names of benchmarks begin, and end."""
+BANDWIDTHS = ("hbm_stream", "cpu_stream", "nvbandwidth", "transferbench", "fio")
 MOST_REQUESTS = 1000
+MOST_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +73,11 @@ def compare_with(document: Mapping[str, Any], table: str) -> dict[str, Any]:
     predicted = cache(partial(_rate, machine_of(document, "this qualification")))
     rows = []
     for row in table_rows:
-        parameters = dict(part.split("=", 1) for part in row["parameter"].split(";") if "=" in part)
-        found = _prediction(parameters) if row["benchmark"].startswith("llm_offline") else None
+        parameters = _parameters(row)
+        found = _prediction(parameters) if row["benchmark"].startswith(OFFLINE) else None
         entry: dict[str, Any] = {name: row[name] for name in ("sku", "benchmark", "parameter", "unit")}
         entry |= {"theirs": float(row["value"]), "ours": None, "ratio": None}
-        unit = row["unit"].partition(" ")[0]
+        unit = _unit(row)
         if found is not None:
             rate, note = predicted(*found) if not isinstance(found, str) else (None, found)
             entry |= {"ours": rate, "name": "predicted rate", "note": note}
@@ -126,9 +131,14 @@ def counterpart_of(benchmark: str, parameters: Mapping[str, str]) -> Counterpart
     if benchmark in ("hbm_stream", "cpu_stream"):
         op = parameters.get("op", "")
         prefix = "hbm" if benchmark == "hbm_stream" else "memory"
-        return Counterpart(f"{prefix}_{STREAM[op]}" if op in STREAM else None, SAME_BYTES.get(op, ""))
+        if op not in STREAM:
+            return Counterpart(None, f"qualify has no op {op!r:.80}; it has those of {', '.join(STREAM)}")
+        return Counterpart(f"{prefix}_{STREAM[op]}", SAME_BYTES.get(op, ""))
     if benchmark in ("nvbandwidth", "transferbench"):
-        return Counterpart(COPIES.get(parameters.get("direction", "")))
+        direction = parameters.get("direction", "")
+        if direction not in COPIES:
+            return Counterpart(None, f"qualify has no direction {direction!r:.80}; it has {', '.join(COPIES)}")
+        return Counterpart(COPIES[direction])
     if benchmark == "fio":
         name, block = DISK.get(parameters.get("pattern", ""), (None, ""))
         size = parameters.get("block_size", "")
@@ -137,7 +147,7 @@ def counterpart_of(benchmark: str, parameters: Mapping[str, str]) -> Counterpart
         if size != block:
             return Counterpart(None, f"blocks of {size}; ours are of {block}")
         return Counterpart(name)
-    if benchmark.endswith("allreduce_busbw"):
+    if benchmark.endswith(ALL_REDUCE):
         return Counterpart(f"all_reduce_{parameters.get('message_bytes')}", "ours: the GPUs of this machine")
     if benchmark == "attention":
         tokens = parameters.get("seqlen")
@@ -152,31 +162,69 @@ def table_of(table: str) -> tuple[Path, list[dict[str, str]]]:
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """The rows of a table. Raises UsageError: the file cannot be read, lacks a column, or a value is no number."""
+    """The rows of a table. Raises UsageError: the file cannot be read, lacks a column, or a field cannot be used."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel writes a byte order mark
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"--compare {path}: cannot be read ({cause(error)}); give a CSV table, or azure") from error
     if not rows or any(name not in rows[0] for name in COLUMNS):
         raise UsageError(f"--compare {path}: expected the columns {', '.join(COLUMNS)}; give such a table, or azure")
     for number, row in enumerate(rows, 1):
-        try:
-            float(row["value"])
-        except (TypeError, ValueError):
-            raise UsageError(
-                f"--compare {path}: row {number}: value {row['value']!r} is no number; correct it"
-            ) from None
+        if (problem := _damage(row)) is not None:
+            raise UsageError(f"--compare {path}: row {number}: {problem}; correct it")
     return rows
+
+
+def _damage(row: Mapping[str, str | None]) -> str | None:
+    """What is wrong with a row, by field; None if nothing is."""
+    known = {name: field for name in COLUMNS if (field := row[name]) is not None}  # None: the row is too short
+    if missing := [name for name in COLUMNS if name not in known]:
+        return f"{missing[0]} is missing"
+    try:
+        value = float(known["value"])
+    except ValueError:
+        value = math.nan
+    if not is_number(value) or value < 0:
+        return f"value {known['value']!r:.80} is no number from 0 on"
+    if (unit := _unit(known)) not in UNITS:
+        return f"unit {unit!r:.80} is unknown; known are {', '.join(UNITS)}"
+    measured, benchmark = _quantity(known["benchmark"]), known["benchmark"]
+    if measured not in (None, UNITS[unit][0]):
+        return f"unit {unit} does not measure {benchmark}, which is in {measured}"
+    if benchmark.startswith(OFFLINE):
+        counts = {"requests": str(MOST_REQUESTS)} | _parameters(known)
+        for name in ("isl", "osl", "requests"):
+            if not (count := counts.get(name, "")).isdecimal() or not 0 < float(count) <= MOST_TOKENS:
+                return f"parameter: {name} is {count!r:.80}, not a whole number from 1 to {MOST_TOKENS:,}"
+    return None
+
+
+def _parameters(row: Mapping[str, str]) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in row["parameter"].split(";") if "=" in part)
+
+
+def _unit(row: Mapping[str, str]) -> str:
+    """Without a remark, such as whole replica."""
+    return row["unit"].strip().partition(" ")[0]
+
+
+def _quantity(benchmark: str) -> str | None:
+    """What our value for a benchmark measures, as in ``UNITS``; None if we have none."""
+    if benchmark.startswith("gemm"):
+        return "operations/s"
+    if benchmark.startswith(OFFLINE):
+        return "tokens/s"
+    return "bytes/s" if benchmark in BANDWIDTHS or benchmark.endswith(ALL_REDUCE) else None
 
 
 def _prediction(parameters: Mapping[str, str]) -> tuple[str, int, int, int] | str:
     """Model, prompt and answer tokens and requests of a row of rates, or why it cannot be predicted."""
     model = MODELS.get(parameters.get("model", ""))
     if model is None:
-        return f"{parameters.get('model')} is no shape of one GPU"
-    if parameters.get("tp") != "1":
-        return f"{parameters.get('tp')} GPUs share the model there; qualify measures one"
+        return f"{parameters.get('model', 'a model without a name')} is no shape of one GPU"
+    if (gpus := parameters.get("tp", "an unknown number of")) != "1":
+        return f"{gpus} GPUs share the model there; qualify measures one"
     requests = min(MOST_REQUESTS, int(parameters.get("requests", MOST_REQUESTS)))
     return model, int(parameters["isl"]), int(parameters["osl"]), requests
 
@@ -189,7 +237,7 @@ def _rate(machine: Machine, model: str, prompt: int, answer: int, requests: int)
     try:
         shape = SHAPES[model]
         costs, memory = machine.costs(shape, config), machine.memory(shape, config)
+        found = predict(costs, memory, [(prompt, answer)] * requests)
     except MegatokenError as error:
         return None, str(error)
-    found = predict(costs, memory, [(prompt, answer)] * requests)
     return found.output_tokens_per_second, "ours is predicted from the qualification"
