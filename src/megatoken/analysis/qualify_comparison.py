@@ -18,6 +18,7 @@ from megatoken.analysis.qualified import Machine, machine_of, measured_values, p
 from megatoken.engine.config import SHAPES, EngineConfig
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import cause
+from megatoken.hardware.qualify.references import CORE_CLOCK
 from megatoken.text import is_number
 
 AZURE = "azure"
@@ -36,6 +37,8 @@ UNITS = {
 }
 """What a unit measures, and how much of it is one. Our random reads and writes are of 4 KiB."""
 FORMATS = {"FP8": "fp8", "FP16": "bf16", "BF16": "bf16", "FP32": "fp32"}
+ALL_CORES = "_all_cores"
+"""How names of a processor's products end."""
 SAME_RATE = {"FP16": "bf16 has the same rate as fp16"}
 STREAM = {"copy": "copy", "mul": "copy", "add": "triad", "triad": "triad", "dot": "read"}
 SAME_BYTES = {"mul": "copy moves the same bytes", "add": "triad moves the same bytes"}
@@ -70,7 +73,9 @@ def compare_with(document: Mapping[str, Any], table: str) -> dict[str, Any]:
     """
     path, table_rows = table_of(table)
     values = measured_values(document)
-    predicted = cache(partial(_rate, machine_of(document, "this qualification")))
+    machine = machine_of(document, "this qualification")
+    predicted = cache(partial(_rate, machine))
+    processor = machine.gpu is None and any(name.endswith((CORE_CLOCK, ALL_CORES)) for name in values)
     rows = []
     for row in table_rows:
         parameters = _parameters(row)
@@ -82,10 +87,8 @@ def compare_with(document: Mapping[str, Any], table: str) -> dict[str, Any]:
             rate, note = predicted(*found) if not isinstance(found, str) else (None, found)
             entry |= {"ours": rate, "name": "predicted rate", "note": note}
         else:
-            counterpart = counterpart_of(row["benchmark"], parameters)
+            counterpart = counterpart_of(row["benchmark"], parameters, processor=processor)
             value = values.get(counterpart.name) if counterpart.name else None
-            if value is None and counterpart.name:  # of a processor
-                value = values.get(f"{counterpart.name}_all_cores")
             note = counterpart.note
             if counterpart.name and value is None:
                 note = f"{counterpart.name} was not measured by these tests" + (f"; {note}" if note else "")
@@ -118,8 +121,8 @@ def converted(value: float, unit: str, wanted: str) -> float:
     return value * factor / divisor
 
 
-def counterpart_of(benchmark: str, parameters: Mapping[str, str]) -> Counterpart:
-    """Which value of a qualification measures the same as a row."""
+def counterpart_of(benchmark: str, parameters: Mapping[str, str], *, processor: bool = False) -> Counterpart:
+    """Which value of a qualification, of a GPU or of a processor, measures the same as a row."""
     if benchmark.startswith("gemm"):
         dtype = parameters.get("dtype", "")
         sides = {parameters.get(name) for name in ("m", "n", "k")}
@@ -127,7 +130,10 @@ def counterpart_of(benchmark: str, parameters: Mapping[str, str]) -> Counterpart
             return Counterpart(None, f"qualify multiplies no {dtype}")
         if len(sides) > 1:
             return Counterpart(None, "not a square; qualify measures squares and the products of decoder layers")
-        return Counterpart(f"gemm_{FORMATS[dtype]}_{sides.pop()}", SAME_RATE.get(dtype, ""))
+        product = f"gemm_{FORMATS[dtype]}_{sides.pop()}"
+        if processor:  # where bf16 and fp16 may differ
+            return Counterpart(f"{product}{ALL_CORES}", f"ours: {FORMATS[dtype]} on a processor")
+        return Counterpart(product, SAME_RATE.get(dtype, ""))
     if benchmark in ("hbm_stream", "cpu_stream"):
         op = parameters.get("op", "")
         prefix = "hbm" if benchmark == "hbm_stream" else "memory"
@@ -148,7 +154,8 @@ def counterpart_of(benchmark: str, parameters: Mapping[str, str]) -> Counterpart
             return Counterpart(None, f"blocks of {size}; ours are of {block}")
         return Counterpart(name)
     if benchmark.endswith(ALL_REDUCE):
-        return Counterpart(f"all_reduce_{parameters.get('message_bytes')}", "ours: the GPUs of this machine")
+        ours = "ours: processes on a processor" if processor else "ours: the GPUs of this machine"
+        return Counterpart(f"all_reduce_{parameters.get('message_bytes')}", ours)
     if benchmark == "attention":
         tokens = parameters.get("seqlen")
         return Counterpart(None, f"forward and backward of {tokens} tokens; ours is the forward of shorter prompts")
