@@ -378,5 +378,5 @@ def test_first_tokens_of_failed_samples_are_not_held_against_a_run(tmp_path: Pat
     assert {changed_by[name].severity for name in ("summary.fields", "summary.reason")} == {Severity.UNKNOWN}
     summary.write_text(re.sub("(Completed samples per second *: ).*", r"\g<1>999.00", said))
     _, text, _ = call_here("audit", folder)
-    assert "1 check of" in text and "fails; a run reports INVALID: FAILED_SAMPLES" in " ".join(text.split())
+    assert "1 check of" in text and "fails; the run itself is INVALID: FAILED_SAMPLES" in " ".join(text.split())
     assert "Summary and detail log agree" in text
