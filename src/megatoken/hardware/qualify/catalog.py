@@ -137,11 +137,16 @@ def choose(tests: Sequence[HardwareTest], names: Sequence[str], *, full: bool) -
     return [test for test in chosen if not test.numa or len(numa_nodes()) > 1]
 
 
+def visible_names() -> list[str] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, in its order; None without it, so that all may be seen."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+
+
 def _gpu_count() -> int:
     """GPUs that this process may see."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in visible.split(",") if name.strip()])
-    return len(list(DEVICES.glob("nvidia[0-9]*")))
+    names = visible_names()
+    return len(list(DEVICES.glob("nvidia[0-9]*")) if names is None else names)
 
 
 def device_here() -> Device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 from megatoken.hardware.nvml import all_gpus, open_nvml
-from megatoken.hardware.qualify.catalog import Device, HardwareTest
+from megatoken.hardware.qualify.catalog import Device, HardwareTest, visible_names
 from megatoken.hardware.qualify.fleet import FEWEST, different_parts, graded_parts
 from megatoken.hardware.qualify.judge import Judged, Verdict, answer, far_behind, overall, verdict_of_test, worst
 from megatoken.hardware.qualify.processes import Ended, Returned
@@ -26,8 +25,8 @@ MARK = "@"
 
 def gpus_here() -> list[str]:
     """Every GPU that this process may see, as CUDA_VISIBLE_DEVICES names it; empty if that is unknown."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
+    if (names := visible_names()) is not None:
+        return names
     library = open_nvml()
     return [] if library is None else [str(index) for index in range(len(all_gpus(library)))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from megatoken.engine.gpus import gpus
 from megatoken.errors import ExitCode
 from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
-from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest
+from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest, visible_names
 from megatoken.hardware.qualify.gpu_errors import ErrorWatch
 from megatoken.hardware.qualify.judge import (
     Earlier,
@@ -148,10 +147,9 @@ def chosen_gpu(found: Sequence[dict[str, Any]], gpu: str | None) -> dict[str, An
 
 def visible_gpus(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of the machine's GPUs that CUDA_VISIBLE_DEVICES names, in its order; all without it."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+    if (names := visible_names()) is None:
         return list(found)
-    named = [chosen_gpu(found, name.strip()) for name in visible.split(",") if name.strip()]
-    return [one for one in named if one is not None]
+    return [one for name in names if (one := chosen_gpu(found, name)) is not None]
 
 
 def part_of(machine: dict[str, Any], device: Device, tested: dict[str, Any] | None) -> str:
