@@ -27,6 +27,7 @@ TESTS = (
 )
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("together", [False, True])
 def test_every_gpu_is_tested_and_the_slow_one_is_named(
     together: bool, tiny: Setting, monkeypatch: pytest.MonkeyPatch
