@@ -10,28 +10,50 @@ import numpy as np
 import pytest
 
 from megatoken import __version__
+from megatoken.hardware import inventory
 from megatoken.hardware.inventory import gpus, peak_memory_bytes, source_revision, take_inventory
 
 
 def test_the_inventory_is_json_and_knows_this_machine():
-    inventory = take_inventory()
-    assert json.loads(json.dumps(inventory, allow_nan=False)) == inventory
-    assert inventory["hostname"] == os.uname().nodename
-    assert inventory["packages"]["megatoken"] == __version__
-    assert inventory["packages"]["torch"] == metadata.version("torch")
-    assert inventory["packages"]["mlcommons-loadgen"] == metadata.version("mlcommons-loadgen")
-    assert 1 <= inventory["cpu"]["usable_cores"] <= inventory["cpu"]["logical_cores"]
-    assert 0 < inventory["memory"]["available_bytes"] <= inventory["memory"]["total_bytes"]
+    found = take_inventory()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["hostname"] == os.uname().nodename
+    assert found["packages"]["megatoken"] == __version__
+    assert found["packages"]["torch"] == metadata.version("torch")
+    assert found["packages"]["mlcommons-loadgen"] == metadata.version("mlcommons-loadgen")
+    assert 1 <= found["cpu"]["usable_cores"] <= found["cpu"]["logical_cores"]
+    assert 0 < found["memory"]["available_bytes"] <= found["memory"]["total_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("processor", "vendor", "product", "virtual"),
+    [
+        ("flags\t: fpu avx2 hypervisor", None, None, True),
+        ("flags\t: fpu avx2", "Dell Inc.", "PowerEdge R760", False),
+        ("Features\t: asimd bf16", "Microsoft Corporation", "Virtual Machine", True),
+        ("Features\t: asimd bf16", "QEMU", "QEMU KVM Virtual Machine", True),
+        ("Features\t: asimd bf16", "NVIDIA", "Grace CPU Superchip", False),
+        ("Features\t: asimd bf16", None, None, False),
+    ],
+)
+def test_a_virtual_machine_is_known_by_flags_or_product(processor, vendor, product, virtual, tmp_path, monkeypatch):
+    files = [tmp_path / "sys_vendor", tmp_path / "product_name"]
+    for file, text in zip(files, (vendor, product), strict=True):
+        if text is not None:
+            file.write_text(f"{text}\n")
+    monkeypatch.setattr(inventory, "PRODUCT_FILES", files)
+    monkeypatch.setattr(inventory, "_fields", lambda path: dict([processor.split("\t: ")]))
+    assert inventory.cpu()["virtual"] is virtual
 
 
 def test_no_secret_of_the_environment_is_taken(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_do_not_tell")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    inventory = take_inventory()
-    assert "hf_do_not_tell" not in json.dumps(inventory)
-    assert inventory["variables"]["OMP_NUM_THREADS"] == "3"
-    assert inventory["variables"]["GOMP_SPINCOUNT"] == "1000"
+    found = take_inventory()
+    assert "hf_do_not_tell" not in json.dumps(found)
+    assert found["variables"]["OMP_NUM_THREADS"] == "3"
+    assert found["variables"]["GOMP_SPINCOUNT"] == "1000"
 
 
 def test_peak_memory_grows_with_what_is_touched_and_never_shrinks():

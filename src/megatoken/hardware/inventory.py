@@ -31,6 +31,8 @@ VARIABLES = (
 MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 ARM_INSTRUCTIONS = ("asimd", "bf16", "i8mm", "sve", "sve2")
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
+PRODUCT_FILES = (Path("/sys/class/dmi/id/sys_vendor"), Path("/sys/class/dmi/id/product_name"))
+VIRTUAL_PRODUCTS = ("virtual machine", "kvm", "qemu", "vmware", "google compute engine")
 
 
 def take_inventory() -> dict[str, Any]:
@@ -86,7 +88,14 @@ def cpu() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "quota_cores": _cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
         "instruction_sets": [flag for flag in (*MATRIX_INSTRUCTIONS, *ARM_INSTRUCTIONS) if flag in flags],
+        "virtual": _is_virtual(flags),
     }
+
+
+def _is_virtual(flags: set[str]) -> bool:
+    """Whether this is a virtual machine, by the processor's flags or by the name of the product; ARM has no flag."""
+    product = " ".join(file.read_text(errors="replace") for file in PRODUCT_FILES if file.is_file()).lower()
+    return "hypervisor" in flags or any(name in product for name in VIRTUAL_PRODUCTS)
 
 
 def multiplies_bf16() -> bool:
@@ -96,8 +105,8 @@ def multiplies_bf16() -> bool:
 
 def shares_matrix_units() -> bool:
     """Whether products of bf16 run on units (AMX) of which other virtual machines of the host may take a part."""
-    flags = (_fields(Path("/proc/cpuinfo")).get("flags") or "").split()
-    return {"amx_bf16", "hypervisor"} <= set(flags)
+    facts = cpu()
+    return facts["virtual"] and "amx_bf16" in facts["instruction_sets"]
 
 
 def gpus() -> list[dict[str, Any]]:

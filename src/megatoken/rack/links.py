@@ -14,7 +14,7 @@ from typing import Any, Literal
 from megatoken.hardware.qualify.catalog import HardwareTest
 from megatoken.hardware.qualify.fleet import Isolated, Pair
 from megatoken.hardware.qualify.processes import Ended, Returned
-from megatoken.hardware.qualify.session import test_entry
+from megatoken.hardware.qualify.session import entry_of_test
 from megatoken.hardware.qualify.values import NotRun, Outcome, Value
 from megatoken.text import count_of, number
 
@@ -112,7 +112,7 @@ def links_entry(found: Isolated, nodes: int, links: Mapping[Pair, Mapping[str, f
         note = ", ".join(map(_named, found.bad_links))
         title = "Slow or missing links between nodes"
         outcomes.append(Value("bad_links", title, "links", [len(found.bad_links)], "zero", note=note))
-    return test_entry(LINKS, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)
+    return entry_of_test(LINKS, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)
 
 
 def _named(pair: Pair) -> str:

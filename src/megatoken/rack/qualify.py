@@ -13,7 +13,7 @@ from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, SETTINGS, TEST
 from megatoken.hardware.qualify.fleet import Pair, isolate
 from megatoken.hardware.qualify.parts import MARK, gpus_here, joined, qualify_gpus
 from megatoken.hardware.qualify.processes import Ended, Returned
-from megatoken.hardware.qualify.session import qualify, test_entry
+from megatoken.hardware.qualify.session import entry_of_test, qualify
 from megatoken.hardware.qualify.values import NotRun
 from megatoken.rack.cluster import Cluster
 from megatoken.rack.links import links_entry, listen, measure, measured
@@ -171,9 +171,9 @@ def _problem_entry(name: str, problem: Problem) -> dict[str, Any]:
     """The test of a document that names a node whose tests did not end."""
     test = HardwareTest(f"node{MARK}{name}", f"Tests of node {name}", "")
     if problem.is_fault:
-        return test_entry(test, [Ended((), 0.0, problem.reason)], "", {}, 0.0)
+        return entry_of_test(test, [Ended((), 0.0, problem.reason)], "", {}, 0.0)
     not_run = NotRun(test.name, test.title, problem.reason, "run megatoken qualify on that node")
-    return test_entry(test, [Ended((Returned(not_run, None),), 0.0, None)], "", {}, 0.0)
+    return entry_of_test(test, [Ended((Returned(not_run, None),), 0.0, None)], "", {}, 0.0)
 
 
 def _nothing(problems: Mapping[str, Problem]) -> MegatokenError:

@@ -219,22 +219,6 @@ def test_kernels_of_the_engine_run(tiny: Setting, monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_a_launch_is_that_of_the_fastest_core(tiny: Setting) -> None:
-    before = os.sched_getaffinity(0)
-    if len(before) < 2:
-        pytest.skip("needs two cores")
-
-    def slower_on_the_first() -> None:
-        end = time.perf_counter() + (2e-3 if os.sched_getaffinity(0) == {min(before)} else 1e-4)
-        while time.perf_counter() < end:
-            pass
-
-    seconds, note = gpu_kernels._on_the_best_core(slower_on_the_first, replace(tiny, seconds=0.1))
-    assert len(seconds) == tiny.windows and 1e-4 <= min(seconds) < 1e-3
-    assert note.startswith(f"the fastest of {min(len(before), gpu_kernels.MOST_CORES)} cores; the slowest takes ")
-    assert os.sched_getaffinity(0) == before
-
-
 def test_exact_products_in_fp8_and_bf16_are_exact(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.device
     monkeypatch.setattr(exact.torch, "device", lambda *name: real("cpu"))

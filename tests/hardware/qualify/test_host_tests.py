@@ -1,15 +1,16 @@
-"""Tests of the host: the disk."""
+"""Tests of the host: the disk, and what one core takes."""
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatoken.hardware.qualify import host_tests
+from megatoken.hardware.qualify import host_tests, timing
 from megatoken.hardware.qualify.catalog import TESTS, choose
 from megatoken.hardware.qualify.host_tests import disk_writes
-from megatoken.hardware.qualify.values import NotRun
+from megatoken.hardware.qualify.values import NotRun, Setting
 
 
 def test_random_writes_are_of_4_kib_within_the_file(tiny, monkeypatch):
@@ -58,3 +59,19 @@ def test_memory_that_looks_like_a_disk_is_none(tiny):
         "/dev/shm lies in memory (tmpfs)",
         "name a folder on a disk with --disk DIR",
     )
+
+
+def test_the_start_of_an_operation_and_a_launch_are_of_the_fastest_core(tiny: Setting) -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("needs two cores")
+
+    def slower_on_the_first() -> None:
+        end = time.perf_counter() + (2e-3 if os.sched_getaffinity(0) == {min(before)} else 1e-4)
+        while time.perf_counter() < end:
+            pass
+
+    seconds, note = timing.on_the_best_core(slower_on_the_first, replace(tiny, seconds=0.1))
+    assert len(seconds) == tiny.windows and 1e-4 <= min(seconds) < 1e-3
+    assert note.startswith(f"the fastest of {min(len(before), timing.MOST_CORES)} cores; the slowest takes ")
+    assert os.sched_getaffinity(0) == before

@@ -59,7 +59,8 @@ def part_with(
 ) -> dict[str, Any]:
     """The document of a part that measured one rate."""
     value = {"name": "rate", "title": "Rate", "unit": "GB/s", "better": better, "median": statistics.median(windows)}
-    value |= {"verdict": "PASS", "windows": list(windows), "noisy": False, "core_wait_share": None, "reason": ""} | more
+    value |= {"verdict": "PASS", "windows": list(windows), "noisy": False, "reason": ""}
+    value |= {"core_wait_share": None, "taken_share": 0.0} | more
     test = {"name": "t", "title": "T", "verdict": "PASS", "fault": None, "seconds": 1.0, "values": [value]}
     packages = {"nvidia-cublas-cu12": cublas, "nvidia-nccl-cu12": "2.27"} if cublas else {}
     machine = {"packages": {"torch": pytorch}, "all_packages": packages}
@@ -100,6 +101,8 @@ def test_the_answer_names_the_gpu_of_a_value_that_fails(wrong: int) -> None:
         ([60.0, 65.0, 78.0], {"noisy": True}, "MARGINAL", "GPU 3: 65.0 GB/s, 35.0% below the median, noisy"),
         ([50.0, 60.0, 70.0], {"noisy": True}, "FAIL", "GPU 3: 60.0 GB/s, 40.0% below the median, noisy"),
         ([50.0, 60.0, 70.0], {"noisy": True, "core_wait_share": 0.3}, "MARGINAL", "GPU 3: 60.0 GB/s, 40.0% below"),
+        ([50.0, 60.0, 61.0], {"taken_share": 0.5}, "MARGINAL", "GPU 3: 60.0 GB/s, 40.0% below the median"),
+        ([45.0, 46.0, 47.0], {"taken_share": 0.5}, "FAIL", "GPU 3: 46.0 GB/s, 54.0% below the median"),
     ],
 )
 def test_a_noisy_part_fails_only_far_behind_the_others(

@@ -16,8 +16,9 @@ import pytest
 
 from megatoken.errors import ExitCode, UsageError
 from megatoken.files import plain, to_json
+from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.qualify import catalog, processor, session
-from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, HardwareTest, choose
+from megatoken.hardware.qualify.catalog import SETTINGS, TAKEN_SHARES, TESTS, HardwareTest, choose
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import CONFIRMATIONS, exit_code, qualify
 from megatoken.hardware.qualify.timing import call_seconds
@@ -205,6 +206,22 @@ def test_a_slow_value_fails_against_the_baseline_of_the_same_machine(tiny: Setti
     assert all(test["values"][0][key] is None for key in ("baseline", "difference", "tolerance"))
 
 
+@pytest.mark.parametrize(("virtual", "verdict"), [(True, "MARGINAL"), (False, "FAIL")])
+def test_a_slower_core_of_a_virtual_machine_is_no_fault(
+    virtual: bool, verdict: str, tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = take_inventory()
+    monkeypatch.setattr(session, "take_inventory", lambda: machine | {"cpu": machine["cpu"] | {"virtual": virtual}})
+    saved = tmp_path / "earlier.json"
+    saved.write_text(undisturbed(run("steady", setting=tiny)))
+    slow = replace(fault("slow"), name="latency")
+    *_, document = qualify([slow], tiny, "cpu", baseline=saved)
+    (value,) = document["tests"][0]["values"]
+    assert value["taken_share"] == (0.5 if virtual else 0.0)
+    if not value["core_wait_share"]:  # other work on this machine
+        assert value["verdict"] == verdict, value["reason"]
+
+
 def test_a_slow_disk_is_named(tiny: Setting, tmp_path: Path) -> None:
     if run("real_disk", setting=tiny)["verdict"] == "NOT RUN":
         pytest.skip("this file system has no O_DIRECT")
@@ -352,7 +369,7 @@ def test_a_gpu_is_judged_by_its_own_name_and_power_limit(
         {"index": index, "uuid": f"GPU-{index}", "name": name, "power_limit_watts": watts}
         for index, (name, watts) in enumerate(names_and_watts)
     ]
-    monkeypatch.setattr(session, "take_inventory", lambda: {"gpus": cards})
+    monkeypatch.setattr(session, "take_inventory", lambda: {"gpus": cards, "cpu": {"virtual": False}})
     monkeypatch.setattr(session, "run_alone", lambda *_: Ended((), 0.1, None))
     *_, document = qualify([HardwareTest("none", "None", "")], tiny, "gpu", gpu=gpu)
     assert (document["device"], bool(document["notes"])) == (device, capped)
@@ -413,7 +430,8 @@ def test_every_test_of_every_form_names_a_function() -> None:
         for test in tests:
             module, _, name = test.function.partition(":")
             assert callable(getattr(import_module(module), name))
-    assert SETTINGS.keys() == TESTS.keys()
+    assert SETTINGS.keys() == TESTS.keys() == TAKEN_SHARES.keys()
+    assert all(TAKEN_SHARES[form].keys() <= {test.name for test in tests} for form, tests in TESTS.items())
 
 
 def test_unknown_tests_are_refused_with_the_nearest() -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import random
-import statistics
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
 from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, captured, gpu_seconds, replay_seconds, settled
 from megatoken.hardware.qualify.shapes import GPU_ATTENTION
-from megatoken.hardware.qualify.timing import call_seconds, rates
+from megatoken.hardware.qualify.timing import on_the_best_core, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
 from megatoken.hardware.specification import data_sheet
 
@@ -24,7 +18,6 @@ HEADS, KV_HEADS, HEAD_DIM = MODEL.heads, MODEL.kv_heads, MODEL.head_dim
 PROMPTS, PROMPT_TOKENS = 8, 4096
 TOKENS, HIDDEN, FEED_FORWARD = 4096, MODEL.hidden_size, MODEL.intermediate_size
 GRAPH_KERNELS, BATCH = 100, 100
-MOST_CORES = 8
 
 
 @torch.inference_mode()
@@ -118,36 +111,12 @@ def launch(setting: Setting) -> Outcomes:
         one.add_(1.0)
         torch.cuda.synchronize()
 
-    seconds, note = _on_the_best_core(batch, setting)
+    seconds, note = on_the_best_core(batch, setting)
     title = "Launch of a small kernel"
     yield Value("kernel_launch", title, "us", [1e6 * each / BATCH for each in seconds], "lower", note=note)
-    seconds, note = _on_the_best_core(round_trip, setting)
+    seconds, note = on_the_best_core(round_trip, setting)
     title = "Launch of a small kernel and wait for it"
     yield Value("kernel_round_trip", title, "us", [1e6 * each for each in seconds], "lower", note=note)
     seconds = replay_seconds(captured(lambda: one.add_(1.0), GRAPH_KERNELS), setting)
     title = "Small kernel in a CUDA graph"
     yield Value("graph_kernel", title, "us", [1e6 * each / GRAPH_KERNELS for each in seconds], "lower")
-
-
-def _on_the_best_core(run: Callable[[], None], setting: Setting) -> tuple[list[float], str]:
-    """Seconds of a call on whichever of several cores is fastest in each window, and what the slowest core needs.
-
-    What another machine does on the other thread of a core takes a third of its speed for seconds, so one core says
-    little about the machine. Processes that test several GPUs visit the cores in orders of their own.
-    """
-    usable = sorted(os.sched_getaffinity(0))
-    cores = usable[:: max(1, len(usable) // MOST_CORES)][:MOST_CORES]
-    share = setting.seconds / setting.windows / len(cores)
-    brief = replace(setting, seconds=share, warm_up_seconds=share / 4, windows=1)
-    order = random.Random(os.getpid())
-    by_core: dict[int, list[float]] = {core: [] for core in cores}
-    try:
-        for _ in range(setting.windows):
-            for core in order.sample(cores, len(cores)):
-                os.sched_setaffinity(0, {core})
-                by_core[core] += call_seconds(run, brief)
-    finally:
-        os.sched_setaffinity(0, usable)
-    medians = [statistics.median(seconds) for seconds in by_core.values()]
-    note = f"the fastest of {len(cores)} cores; the slowest takes {max(medians) / min(medians):.1f} times as long"
-    return [min(window) for window in zip(*by_core.values(), strict=True)], note

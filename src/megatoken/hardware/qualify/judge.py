@@ -143,6 +143,7 @@ def judge(
     noisy: bool,
     between_runs: float = 0.0,  # see ``tolerance``
     core_wait_share: float | None = None,  # as given to ``is_noisy``
+    taken_share: float = 0.0,  # of its speed, that other virtual machines of the host may take, see ``far_behind``
 ) -> Judged:
     """The verdict on one value."""
     if not isinstance(outcome, Value):
@@ -167,15 +168,18 @@ def judge(
         waited = earlier is not None and earlier.waited
         return Judged(Verdict.NO_REFERENCE, "the baseline's value waited for cores: no reference" if waited else "")
     judged = max(compared, key=lambda one: ORDER.index(one.verdict))
-    if judged.verdict is not Verdict.PASS and noisy:
-        fastest = (min if outcome.better == "lower" else max)(outcome.windows)
-        slowest = None if earlier is None else earlier.slowest
-        if slowest is not None and far_behind(fastest, slowest, outcome.better, core_wait_share):
-            found = f"noisy, and {number(fastest)} {outcome.unit} in its fastest window"
-            allowed = f"{number(slowest)} {outcome.unit}, {MOST_TOLERANCE:.0%} worse is allowed"
-            return Judged(Verdict.FAIL, f"{found}; the baseline's slowest had {allowed}")
+    if judged.verdict is Verdict.PASS or not (noisy or taken_share):
+        return judged
+    fastest = (min if outcome.better == "lower" else max)(outcome.windows)
+    slowest = None if earlier is None else earlier.slowest
+    if slowest is not None and far_behind(fastest, slowest, outcome.better, core_wait_share, taken_share):
+        found = f"{number(fastest)} {outcome.unit} in its fastest window"
+        allowed = f"{number(slowest)} {outcome.unit}, {max(MOST_TOLERANCE, taken_share):.0%} less speed is allowed"
+        return Judged(Verdict.FAIL, f"{'noisy, and ' if noisy else ''}{found}; the baseline's slowest had {allowed}")
+    if noisy:
         return Judged(Verdict.MARGINAL, f"{judged.reason}; the value is noisy: repeat it on a quiet machine")
-    return judged
+    shared = f"other virtual machines of the host may take up to {taken_share:.0%}: repeat it later"
+    return Judged(Verdict.MARGINAL, f"{judged.reason}; {shared}")
 
 
 def _compared(
@@ -193,12 +197,16 @@ def _compared(
         yield _graded(value, median, limit, reference)
 
 
-def far_behind(fastest: float, slowest: float, better: str, core_wait_share: float | None) -> bool:
-    """Whether even the fastest window of a noisy value is far behind the slowest one that it is compared with.
+def far_behind(
+    fastest: float, slowest: float, better: str, core_wait_share: float | None, taken_share: float = 0.0
+) -> bool:
+    """Whether even the fastest window of a value is far behind the slowest one that it is compared with.
 
-    Noise does not reach every window. A wait for cores does, so a value that waited never is.
+    Noise does not reach every window. A wait for cores does, so a value that waited never is. So does what other
+    virtual machines take of a host, up to ``taken_share`` of a speed.
     """
-    limit = slowest * (1 + MOST_TOLERANCE if better == "lower" else 1 - MOST_TOLERANCE)
+    left = 1 - max(MOST_TOLERANCE, taken_share)
+    limit = slowest / left if better == "lower" else slowest * left
     return (core_wait_share or 0.0) <= CONTENTION and graded(fastest, limit, better) is Verdict.FAIL
 
 

@@ -15,7 +15,7 @@ from megatoken.hardware.qualify.catalog import Device, HardwareTest, visible_nam
 from megatoken.hardware.qualify.fleet import FEWEST, different_parts, graded_parts
 from megatoken.hardware.qualify.judge import Judged, Verdict, answer, far_behind, overall, verdict_of_test, worst
 from megatoken.hardware.qualify.processes import Ended, Returned
-from megatoken.hardware.qualify.session import qualify, test_entry
+from megatoken.hardware.qualify.session import entry_of_test, qualify
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 from megatoken.text import number
 
@@ -200,7 +200,7 @@ def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[s
             outcomes.append(Value(f"ratio_{name}", f"{title}: lower over higher", "ratio", [ratio], ""))
     if not outcomes:
         return []
-    entry = test_entry(SPREAD, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)
+    entry = entry_of_test(SPREAD, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)
     for value in entry["values"]:
         if (known := judged.get(value["name"])) is not None:
             value |= {"verdict": known.verdict, "reason": known.reason}
@@ -231,7 +231,8 @@ def _different(wrong: Sequence[str], parts: int, kind: str) -> Judged:
 def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], better: str, kind: str) -> Judged:
     """The verdict on a speed of several parts, of which these are slow: the worst one decides, and all are named.
 
-    A noisy one fails only if it is far behind the slowest windows of all parts.
+    A noisy one, or one that other machines of the host can slow, fails only if it is far behind the slowest windows of
+    all parts.
     """
     middle = statistics.median(value["median"] for value in values.values())
     best_of, worst_of = (min, max) if better == "lower" else (max, min)
@@ -240,8 +241,9 @@ def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], 
     verdicts, reasons = [Verdict.PASS], []
     for part, verdict in slow.items():
         value = values[part]
-        counts = not (value["noisy"] or most_are_noisy)
-        counts |= far_behind(best_of(value["windows"]), slowest, better, value["core_wait_share"])
+        waited, taken = value["core_wait_share"], value["taken_share"]
+        counts = not (value["noisy"] or most_are_noisy or taken)
+        counts |= far_behind(best_of(value["windows"]), slowest, better, waited, taken)
         verdicts.append(verdict if counts else Verdict.MARGINAL)
         behind = f"{abs(value['median'] / middle - 1):.1%} {'above' if better == 'lower' else 'below'} the median"
         remark = ", noisy" if value["noisy"] else ""

@@ -13,7 +13,7 @@ from megatoken.engine.gpus import gpus
 from megatoken.errors import ExitCode
 from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
-from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest, visible_names
+from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, TAKEN_SHARES, Device, HardwareTest, visible_names
 from megatoken.hardware.qualify.gpu_errors import ErrorWatch
 from megatoken.hardware.qualify.judge import (
     Earlier,
@@ -72,6 +72,7 @@ def qualify(
             for (name, title, unit), one in earlier.items()
             if name.endswith(suffix)
         }
+    taken_shares = TAKEN_SHARES[device] if machine["cpu"]["virtual"] else {}
     began = time.monotonic()
     measured: dict[str, float] = {}
     errors = ERRORS_OF_ALL if all(test.whole for test in tests) else ERRORS
@@ -103,7 +104,12 @@ def qualify(
         ran = [(test, of_test) for test, of_test in zip(tests, runs, strict=True) if of_test]
         repeated = (one.outcome for test, of_test in ran if test.twice and of_test[1:] for one in merged(of_test))
         between_runs = spread_between_runs(one for one in repeated if isinstance(one, Value))
-        results = [test_entry(test, of_test, "" if capped else part, earlier, between_runs) for test, of_test in ran]
+        results = [
+            entry_of_test(
+                test, of_test, "" if capped else part, earlier, between_runs, taken_shares.get(test.name, 0.0)
+            )
+            for test, of_test in ran
+        ]
         if not queue and first_round:
             queue.extend(index for index, test in enumerate(tests) if test.twice)
             first_round = False
@@ -115,7 +121,7 @@ def qualify(
             elif slow and device == "cpu" and sum(len(of_test[2:]) for of_test in runs) < CONFIRMATIONS:
                 queue.append(min(slow, key=lambda index: len(runs[index])))
         if (counted := watch.ended()).returned:
-            results.append(test_entry(errors, [counted], "", {}, 0.0))
+            results.append(entry_of_test(errors, [counted], "", {}, 0.0))
         notes = [capped] if capped else []
         compared = any(value.get("baseline") is not None for result in results for value in result["values"])
         if baseline is not None and not queue and not compared:
@@ -182,15 +188,16 @@ def _driver_names() -> list[str]:
     ]
 
 
-def test_entry(
+def entry_of_test(
     test: HardwareTest,
     runs: Sequence[Ended],
     part: str,  # finds published values
     earlier: dict[tuple[str, str, str], Earlier],
     between_runs: float,  # see ``tolerance``
+    taken_share: float = 0.0,  # see ``judge``
 ) -> dict[str, Any]:
     """A test in the document: the values of all its runs with their verdicts."""
-    values = [_value_entry(one, part, earlier, between_runs) for one in merged(runs)]
+    values = [_value_entry(one, part, earlier, between_runs, taken_share) for one in merged(runs)]
     fault = next((run.fault for run in runs if run.fault is not None), None)
     if fault is None and not values:
         fault = "returned no value"
@@ -227,7 +234,11 @@ def _is_slow(result: dict[str, Any]) -> bool:
 
 
 def _value_entry(
-    one: Returned, part: str, earlier: dict[tuple[str, str, str], Earlier], between_runs: float
+    one: Returned,
+    part: str,
+    earlier: dict[tuple[str, str, str], Earlier],
+    between_runs: float,
+    taken_share: float,
 ) -> dict[str, Any]:
     outcome = one.outcome
     entry: dict[str, Any] = {"name": outcome.name, "title": outcome.title}
@@ -238,7 +249,13 @@ def _value_entry(
     before = earlier.get((outcome.name, outcome.title, outcome.unit))
     noisy = is_noisy(outcome, one.core_wait_share, published, before, between_runs)
     judged = judge(
-        outcome, published, before, noisy=noisy, between_runs=between_runs, core_wait_share=one.core_wait_share
+        outcome,
+        published,
+        before,
+        noisy=noisy,
+        between_runs=between_runs,
+        core_wait_share=one.core_wait_share,
+        taken_share=taken_share,
     )
     allowed = None
     if before and outcome.windows and outcome.better in SPEEDS:
@@ -252,6 +269,7 @@ def _value_entry(
         "drift": outcome.drift if outcome.windows else None,
         "windows": list(outcome.windows),
         "core_wait_share": one.core_wait_share,
+        "taken_share": taken_share,
         "noisy": noisy,
         "bound": bound and {"value": bound.value, "formula": bound.formula, "certain": bound.certain},
         "share": outcome.share if outcome.windows else None,

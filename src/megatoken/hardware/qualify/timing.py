@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatoken.hardware.qualify.values import Setting
+from megatoken.processes import usable_core_numbers
+
+MOST_CORES = 8
 
 
 def call_seconds(run: Callable[[], object], setting: Setting) -> list[float]:
@@ -27,6 +34,32 @@ def call_seconds(run: Callable[[], object], setting: Setting) -> list[float]:
             run()
         windows.append((time.perf_counter() - began) / in_window)
     return windows
+
+
+def on_the_best_core(run: Callable[[], object], setting: Setting) -> tuple[list[float], str]:
+    """Seconds of a call on whichever of several cores is fastest in each window, and what the slowest core needs.
+
+    What another machine does on the other thread of a core takes a third of its speed for seconds, so one core says
+    little about the machine. Processes that test several GPUs visit the cores in orders of their own.
+    """
+    usable = sorted(usable_core_numbers())
+    cores = usable[:: max(1, len(usable) // MOST_CORES)][:MOST_CORES]
+    if len(cores) == 1 or not hasattr(os, "sched_setaffinity"):
+        return call_seconds(run, setting), ""
+    share = setting.seconds / setting.windows / len(cores)
+    brief = replace(setting, seconds=share, warm_up_seconds=share / 4, windows=1)
+    order = random.Random(os.getpid())
+    by_core: dict[int, list[float]] = {core: [] for core in cores}
+    try:
+        for _ in range(setting.windows):
+            for core in order.sample(cores, len(cores)):
+                os.sched_setaffinity(0, {core})
+                by_core[core] += call_seconds(run, brief)
+    finally:
+        os.sched_setaffinity(0, usable)
+    medians = [statistics.median(seconds) for seconds in by_core.values()]
+    note = f"the fastest of {len(cores)} cores; the slowest takes {max(medians) / min(medians):.1f} times as long"
+    return [min(window) for window in zip(*by_core.values(), strict=True)], note
 
 
 def rates(amount: float, seconds: list[float]) -> list[float]:
