@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 from megatoken.hardware.qualify.catalog import HardwareTest
 from megatoken.hardware.qualify.session import qualify
-from megatoken.hardware.qualify.values import Setting
+from megatoken.hardware.qualify.values import Setting, Value
 from stand_in_nvml import StandInNvml
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -102,7 +104,8 @@ def test_a_slow_clock_is_found(brief: Setting) -> None:
     assert "gemm_fp8_4096" in failed(slow) and slow["verdict"] == "FAIL", slow["answer"]
 
 
-def test_a_slow_host_does_not_slow_what_is_measured_of_the_gpu(brief: Setting) -> None:
+@pytest.mark.parametrize("kernels", [1, 10])
+def test_a_slow_host_does_not_slow_what_is_measured_of_the_gpu(kernels: int, brief: Setting) -> None:
     from megatoken.hardware.qualify.gpu_timing import gpu_seconds
 
     number = torch.zeros(1, device="cuda")
@@ -111,7 +114,25 @@ def test_a_slow_host_does_not_slow_what_is_measured_of_the_gpu(brief: Setting) -
         time.sleep(2e-4)
         number.add_(1.0)
 
-    assert max(gpu_seconds(slowly_launched, brief, kernels=10)) < 2e-5
+    assert max(gpu_seconds(slowly_launched, brief, kernels)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["gpu_memory:hbm", "gpu_memory:cache", "gpu_products:gemm", "gpu_products:layer_products", "gpu_kernels:kernels"],
+)
+def test_all_that_a_slow_host_would_slow_can_be_captured(
+    test: str, brief: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatoken.hardware.qualify import gpu_timing
+
+    monkeypatch.setattr(gpu_timing, "MOST_LAUNCHING", 0.0)
+    monkeypatch.setattr(gpu_timing, "SETTLED_SECONDS", 0.1)
+    monkeypatch.setattr(gpu_timing, "PROBE_SECONDS", 0.01)
+    module, _, name = test.partition(":")
+    function = getattr(import_module(f"megatoken.hardware.qualify.{module}"), name)
+    outcomes = list(function(replace(brief, warm_up_seconds=0.1)))
+    assert all(isinstance(one, Value) and min(one.windows) > 0 for one in outcomes)
 
 
 def test_a_busy_neighbour_makes_no_pass(brief: Setting) -> None:

@@ -22,6 +22,10 @@ DEVICE = torch.device("cuda", 0)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SHORT_SECONDS, GRAPH_SECONDS = 50e-6, 1e-3
 """Kernels below the first are captured into a CUDA graph of about the second: some hosts launch one in 15 us only."""
+MOST_LAUNCHING = 0.5
+"""Share of the device's time. If the host needs more, its slower moments would count: it was seen to take 50 us for a
+kernel in some of them."""
+PROBE_SECONDS = 0.1
 SETTLED_SECONDS = 1.5
 """After a pause the power limit lets the clock rise too high, and then fall by a sixth, all in 1.4 seconds."""
 BATCH = 16
@@ -81,13 +85,15 @@ def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
 def gpu_seconds(run: Callable[[], Any], setting: Setting, kernels: int = 1) -> list[float]:
     """Mean seconds of a call, which launches so many kernels, in each window; by events on the device, after a warm-up.
 
-    The host launches all windows ahead, and many short kernels at once, so gaps between them are the device's own.
+    Gaps between kernels are the device's own: the host launches all windows ahead, and short kernels, or those that it
+    can hardly launch in time, many at once.
     """
-    passes, elapsed = repeat_for(setting.warm_up_seconds, run)
-    if (each := _batch_seconds(run)) >= SHORT_SECONDS * kernels:
-        return _windows(run, setting, elapsed / passes)
+    repeat_for(PROBE_SECONDS, run)
+    launching, each = _launch_and_run_seconds(run)
+    if each >= SHORT_SECONDS * kernels and launching < MOST_LAUNCHING * each:
+        return windows_of(run, setting)
     calls = math.ceil(GRAPH_SECONDS / each)
-    return [one / calls for one in replay_seconds(captured(run, calls), setting)]
+    return [one / calls for one in windows_of(captured(run, calls), setting)]
 
 
 def captured(run: Callable[[], Any], calls: int) -> Callable[[], None]:
@@ -99,26 +105,10 @@ def captured(run: Callable[[], Any], calls: int) -> Callable[[], None]:
     return graph.replay
 
 
-def replay_seconds(replay: Callable[[], None], setting: Setting) -> list[float]:
-    """The same as ``gpu_seconds`` of a CUDA graph, after half of the warm-up."""
-    passes, elapsed = repeat_for(setting.warm_up_seconds / 2, replay)
-    return _windows(replay, setting, elapsed / passes)
-
-
-def _batch_seconds(run: Callable[[], Any]) -> float:
-    """Mean seconds of a call, of several with nothing between them; the host's time to launch one if that is longer."""
-    first, last = timing_event(), timing_event()
-    first.record()
-    for _ in range(BATCH):
-        run()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3 / BATCH
-
-
-def _windows(run: Callable[[], Any], setting: Setting, each: float) -> list[float]:
-    """Mean seconds of a call in each window, of so many calls as have room at ``each`` seconds."""
-    in_window = max(1, round(setting.seconds / setting.windows / each))
+def windows_of(run: Callable[[], Any], setting: Setting) -> list[float]:
+    """Mean seconds of a call in each window after the warm-up; the host must be faster than the device."""
+    passes, elapsed = repeat_for(setting.warm_up_seconds, run)
+    in_window = max(1, round(setting.seconds / setting.windows * passes / elapsed))
     events = [timing_event()]
     events[0].record()
     for _ in range(setting.windows):
@@ -128,3 +118,17 @@ def _windows(run: Callable[[], Any], setting: Setting, each: float) -> list[floa
         events[-1].record()
     torch.cuda.synchronize()
     return [first.elapsed_time(second) / 1e3 / in_window for first, second in pairwise(events)]
+
+
+def _launch_and_run_seconds(run: Callable[[], Any]) -> tuple[float, float]:
+    """Mean seconds that the host needs to launch a call, and the device to run it, of several with nothing between."""
+    first, last = timing_event(), timing_event()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    first.record()
+    for _ in range(BATCH):
+        run()
+    last.record()
+    launched = time.perf_counter()
+    last.synchronize()
+    return (launched - began) / BATCH, float(first.elapsed_time(last)) / 1e3 / BATCH
