@@ -42,6 +42,8 @@ def quick_product(
     return ((x.float() @ weight.float()) * x_scale * weight_scale).to(out_dtype)
 
 
+GPU_SECONDS = gpu_timing.gpu_seconds
+"""The real one, for which ``timed`` stands in."""
 ASKED: list[tuple[float, int]] = []
 """Seconds of warm-up and kernels of each value that ``timed`` took."""
 
@@ -319,3 +321,20 @@ def test_without_nvml_the_rate_is_measured_and_power_is_not_run(tiny: Setting, m
     rate, power = list(gpu_power.power(tiny))
     assert isinstance(rate, Value) and rate.median > 0
     assert isinstance(power, NotRun) and power.reason == "NVML does not know GPU-0"
+
+
+@pytest.mark.parametrize(
+    ("launching", "each", "calls"),
+    [(2e-5, 1e-3, None), (2e-5, 4e-4, 3), (6e-4, 1e-3, 1), (2e-5, 1e-4, 10)],
+)
+def test_what_the_host_can_hardly_launch_in_time_is_captured(
+    launching: float, each: float, calls: int | None, tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten kernels a call: as they are, or short ones and those of a slow host in a graph of 1 ms."""
+    graphs: list[int] = []
+    monkeypatch.setattr(gpu_timing, "repeat_for", lambda seconds, run: (1, each))
+    monkeypatch.setattr(gpu_timing, "_launch_and_run_seconds", lambda run: (launching, each))
+    monkeypatch.setattr(gpu_timing, "captured", lambda run, calls: graphs.append(calls))
+    monkeypatch.setattr(gpu_timing, "windows_of", lambda run, setting: [each * (graphs[0] if graphs else 1)])
+    assert GPU_SECONDS(lambda: None, tiny, kernels=10) == [pytest.approx(each)]
+    assert graphs == ([] if calls is None else [calls])
