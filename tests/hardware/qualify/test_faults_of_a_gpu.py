@@ -128,8 +128,6 @@ def test_all_that_a_slow_host_would_slow_can_be_captured(
 
     monkeypatch.setattr(gpu_timing, "MOST_LAUNCHING", 0.0)
     monkeypatch.setattr(gpu_timing, "SETTLED_SECONDS", 0.1)
-    monkeypatch.setattr(gpu_timing, "STEADY_SECONDS", 0.1)
-    monkeypatch.setattr(gpu_timing, "PROBE_SECONDS", 0.01)
     module, _, name = test.partition(":")
     function = getattr(import_module(f"megatoken.hardware.qualify.{module}"), name)
     outcomes = list(function(replace(brief, warm_up_seconds=0.1)))

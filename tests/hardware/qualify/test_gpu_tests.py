@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -323,18 +324,56 @@ def test_without_nvml_the_rate_is_measured_and_power_is_not_run(tiny: Setting, m
     assert isinstance(power, NotRun) and power.reason == "NVML does not know GPU-0"
 
 
+class StandInGraph:
+    """Counts the calls that are captured."""
+
+    calls = 0
+
+    def replay(self) -> None:
+        """The calls as one."""
+
+
 @pytest.mark.parametrize(
     ("launching", "each", "calls"),
-    [(2e-5, 1e-3, None), (2e-5, 4e-4, 3), (6e-4, 1e-3, 1), (2e-5, 1e-4, 10)],
+    [(2e-5, 1e-3, 0), (6e-4, 1e-3, 1), (2e-5, 1e-4, 10), (2e-5, 2e-5, 50), (2e-5, 4e-4, 10)],
 )
 def test_what_the_host_can_hardly_launch_in_time_is_captured(
-    launching: float, each: float, calls: int | None, tiny: Setting, monkeypatch: pytest.MonkeyPatch
+    launching: float, each: float, calls: int, tiny: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten kernels a call: as they are, or short ones and those of a slow host in a graph of 1 ms."""
-    graphs: list[int] = []
-    monkeypatch.setattr(gpu_timing, "repeat_for", lambda seconds, run: (1, each))
+    """Ten kernels a call: as they are, or short ones and those of a slow host in a graph."""
+    captured: list[int] = []
     monkeypatch.setattr(gpu_timing, "_launch_and_run_seconds", lambda run: (launching, each))
-    monkeypatch.setattr(gpu_timing, "captured", lambda run, calls: graphs.append(calls))
-    monkeypatch.setattr(gpu_timing, "windows_of", lambda run, setting: [each * (graphs[0] if graphs else 1)])
-    assert GPU_SECONDS(lambda: None, tiny, kernels=10) == [pytest.approx(each)]
-    assert graphs == ([] if calls is None else [calls])
+    monkeypatch.setattr(gpu_timing, "_windows", lambda run, each, setting: [each * max(1, len(captured))])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    assert GPU_SECONDS(lambda: captured.append(1), tiny, kernels=10) == [pytest.approx(each)]
+    assert len(captured) == calls
+
+
+class StandInEvent:
+    """Reads a clock that each call moves on by its seconds."""
+
+    now = 0.0
+
+    def record(self) -> None:
+        self.at = StandInEvent.now
+
+    def synchronize(self) -> None:
+        """All has run."""
+
+    def elapsed_time(self, other: StandInEvent) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def test_windows_begin_without_a_gap_after_the_warm_up(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def run() -> None:
+        done.append("call")
+        StandInEvent.now += 0.001
+
+    monkeypatch.setattr(gpu_timing, "timing_event", StandInEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    setting = replace(tiny, warm_up_seconds=0.05, seconds=0.03, windows=3)
+    assert gpu_timing._windows(run, 0.001, setting) == [pytest.approx(0.001)] * 3
+    assert done == ["call"] * (50 + 3 * 10) + ["wait"]

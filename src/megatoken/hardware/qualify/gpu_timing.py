@@ -20,15 +20,14 @@ from megatoken.hardware.qualify.values import Setting
 
 DEVICE = torch.device("cuda", 0)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-SHORT_SECONDS, GRAPH_SECONDS = 50e-6, 1e-3
-"""Kernels below the first are captured into a CUDA graph of about the second: some hosts launch one in 15 us only."""
+SHORT_SECONDS = 50e-6
+"""Some hosts launch a kernel in 15 us only, and were seen to take 50 in some moments."""
 MOST_LAUNCHING = 0.5
-"""Share of the device's time. If the host needs more, its slower moments would count: it was seen to take 50 us for a
-kernel in some of them."""
-PROBE_SECONDS = 0.1
-SETTLED_SECONDS, STEADY_SECONDS = 1.5, 1.2
-"""After a pause the power limit lets the clock rise too high, and then fall by a sixth, all in 1.4 seconds. Then it
-swings by 6 %, for about the second time."""
+"""Share of the device's time that the host may need to launch what runs without a CUDA graph."""
+GRAPH_SECONDS, GRAPH_KERNELS = 1e-3, 100
+"""A graph of short kernels takes about the first, and has at least so many of them."""
+SETTLED_SECONDS = 1.5
+"""After a pause the power limit lets the clock rise too high, and then fall by a sixth, all in 1.4 seconds."""
 BATCH = 16
 E4M3_SPREAD = 90.0
 """Standard deviation of random e4m3 values: the whole range is used and little of it saturates."""
@@ -60,8 +59,7 @@ def timing_event() -> torch.cuda.Event:
 
 def settled(setting: Setting) -> Setting:
     """The setting of a value that power limits and that is measured after a pause."""
-    warm_up_seconds, seconds = max(setting.warm_up_seconds, SETTLED_SECONDS), max(setting.seconds, STEADY_SECONDS)
-    return replace(setting, warm_up_seconds=warm_up_seconds, seconds=seconds)
+    return replace(setting, warm_up_seconds=max(setting.warm_up_seconds, SETTLED_SECONDS))
 
 
 def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
@@ -87,30 +85,30 @@ def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
 def gpu_seconds(run: Callable[[], Any], setting: Setting, kernels: int = 1) -> list[float]:
     """Mean seconds of a call, which launches so many kernels, in each window; by events on the device, after a warm-up.
 
-    Gaps between kernels are the device's own: the host launches all windows ahead, and short kernels, or those that it
-    can hardly launch in time, many at once.
+    Gaps between kernels are the device's own: the host launches warm-up and windows ahead, and short kernels, or those
+    that it can hardly launch in time, from a CUDA graph.
     """
-    repeat_for(PROBE_SECONDS, run)
     launching, each = _launch_and_run_seconds(run)
-    if each >= SHORT_SECONDS * kernels and launching < MOST_LAUNCHING * each:
-        return windows_of(run, setting)
-    calls = math.ceil(GRAPH_SECONDS / each)
-    return [one / calls for one in windows_of(captured(run, calls), setting)]
-
-
-def captured(run: Callable[[], Any], calls: int) -> Callable[[], None]:
-    """So many calls as one CUDA graph, whose kernels the device starts without the host."""
+    short = each < SHORT_SECONDS * kernels
+    if not short and launching < MOST_LAUNCHING * each:
+        return _windows(run, each, setting)
+    calls = math.ceil(max(GRAPH_SECONDS / each, GRAPH_KERNELS / kernels)) if short else 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
             run()
-    return graph.replay
+    _, each = _launch_and_run_seconds(graph.replay)
+    return [one / calls for one in _windows(graph.replay, each, setting)]
 
 
-def windows_of(run: Callable[[], Any], setting: Setting) -> list[float]:
-    """Mean seconds of a call in each window after the warm-up; the host must be faster than the device."""
-    passes, elapsed = repeat_for(setting.warm_up_seconds, run)
-    in_window = max(1, round(setting.seconds / setting.windows * passes / elapsed))
+def _windows(run: Callable[[], Any], each: float, setting: Setting) -> list[float]:
+    """Mean seconds of a call in each window, where it takes about ``each``.
+
+    There is no gap after the warm-up: the clock would swing again.
+    """
+    for _ in range(round(setting.warm_up_seconds / each)):
+        run()
+    in_window = max(1, round(setting.seconds / setting.windows / each))
     events = [timing_event()]
     events[0].record()
     for _ in range(setting.windows):
@@ -123,9 +121,10 @@ def windows_of(run: Callable[[], Any], setting: Setting) -> list[float]:
 
 
 def _launch_and_run_seconds(run: Callable[[], Any]) -> tuple[float, float]:
-    """Mean seconds that the host needs to launch a call, and the device to run it, of several with nothing between."""
-    first, last = timing_event(), timing_event()
+    """Mean seconds that the host needs to launch a call, and the device to run it, of several after a first one."""
+    run()
     torch.cuda.synchronize()
+    first, last = timing_event(), timing_event()
     began = time.perf_counter()
     first.record()
     for _ in range(BATCH):
