@@ -178,6 +178,24 @@ def test_streams_are_measured_where_round_trips_fail(monkeypatch: pytest.MonkeyP
     assert set(found) == {"rate", "rate_of_streams"}
 
 
+@pytest.mark.usefixtures("briefly")
+@pytest.mark.parametrize("slow", ["_stream", "_stream_back"])
+def test_the_rate_of_a_link_is_that_of_its_slower_direction(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(links, slow)
+    monkeypatch.setattr(links, slow, lambda *arguments: real(*arguments) / 1000)
+    nonce = b"n" * links.NONCE_BYTES
+    found = links.measure("127.0.0.1", links.listen("127.0.0.1", nonce), nonce)
+    assert 0 < found["rate"] < 0.02
+
+
+@pytest.mark.usefixtures("briefly")
+def test_a_node_that_sends_nothing_back_has_a_link_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_send", lambda connection, until: 0)
+    nonce = b"n" * links.NONCE_BYTES
+    with pytest.raises(ConnectionError):
+        links._stream_back("127.0.0.1", links.listen("127.0.0.1", nonce), nonce)
+
+
 def test_what_failed_between_two_nodes_did_not_run() -> None:
     rates = {("a", "b"): 1.0, ("a", "c"): 1.0}
     found = Isolated(rates, 0.9, (), (), ())

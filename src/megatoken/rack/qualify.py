@@ -116,7 +116,7 @@ def qualify_rack(
             return {pair: None if one is None else one["rate"] for pair, one in found.items()}
 
         rest = [name for name in nodes if name not in problems or not problems[name].is_fault]
-        yield all_of_them([links_entry(isolate(rest, rates), len(rest), links)])
+        yield all_of_them([links_entry(isolate(rest, rates, all_pairs=full), len(rest), links)])
     finally:
         cluster.close()
 

@@ -77,8 +77,9 @@ def isolate(names: Sequence[str], measure: Measure, *, all_pairs: bool = False) 
     """Find the bad nodes and links of a rack.
 
     Every node is measured in two rounds of disjoint pairs (``all_pairs``: in all rounds). A fast pair proves its link
-    and both nodes. A slow pair is measured once more, alone. A node that was fast with no other is tried with nodes
-    that are proven: slow with two of them, it is bad. A slow pair of two proven nodes has a bad link.
+    and both nodes, so ``measure`` must give the rate of the slower direction. A slow pair is measured once more, alone.
+    A node that was fast with no other is tried with nodes that are proven: slow with two of them, it is bad. A slow
+    pair of two proven nodes has a bad link.
     """
     rates: dict[Pair, float | None] = {}
 
