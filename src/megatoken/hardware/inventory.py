@@ -32,7 +32,11 @@ MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_
 ARM_INSTRUCTIONS = ("asimd", "bf16", "i8mm", "sve", "sve2")
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 PRODUCT_FILES = (Path("/sys/class/dmi/id/sys_vendor"), Path("/sys/class/dmi/id/product_name"))
-VIRTUAL_PRODUCTS = ("virtual machine", "kvm", "qemu", "vmware", "google compute engine")
+VIRTUAL_PRODUCTS = (
+    *("virtual machine", "kvm", "qemu", "vmware", "virtualbox", "parallels", "apple virtualization", "xen", "bhyve"),
+    *("amazon ec2", "google compute engine", "alibaba cloud ecs", "openstack", "kubevirt", "vserver"),
+)
+"""As firmware names virtual machines of ARM processors, which have no flag; others count as real machines."""
 
 
 def take_inventory() -> dict[str, Any]:
@@ -93,9 +97,11 @@ def cpu() -> dict[str, Any]:
 
 
 def _is_virtual(flags: set[str]) -> bool:
-    """Whether this is a virtual machine, by the processor's flags or by the name of the product; ARM has no flag."""
-    product = " ".join(file.read_text(errors="replace") for file in PRODUCT_FILES if file.is_file()).lower()
-    return "hypervisor" in flags or any(name in product for name in VIRTUAL_PRODUCTS)
+    """Whether this is a virtual machine: by the flags of an x86 processor, else by the name of the product."""
+    if "fpu" in flags:
+        return "hypervisor" in flags
+    product = " ".join(map(_read, PRODUCT_FILES)).lower()
+    return any(name in product for name in VIRTUAL_PRODUCTS) and not product.rstrip().endswith(".metal")
 
 
 def multiplies_bf16() -> bool:
