@@ -1,11 +1,15 @@
-"""A setting so small that the tests of qualify end in milliseconds."""
+"""A setting so small that the tests of qualify end in milliseconds, on a machine that counts as a real one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatoken.hardware.inventory import take_inventory
+from megatoken.hardware.qualify import session
 from megatoken.hardware.qualify.values import Setting
 
 
@@ -23,3 +27,22 @@ def tiny(tmp_path: Path) -> Setting:
         power_seconds=0.1,
         folder=tmp_path,
     )
+
+
+@pytest.fixture
+def set_virtual(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Makes this machine a virtual or a real one for ``qualify``."""
+
+    def to(virtual: bool) -> None:
+        def inventory() -> dict[str, Any]:
+            machine = take_inventory()
+            return machine | {"cpu": machine["cpu"] | {"virtual": virtual}}
+
+        monkeypatch.setattr(session, "take_inventory", inventory)
+
+    return to
+
+
+@pytest.fixture(autouse=True)
+def on_a_real_machine(set_virtual: Callable[[bool], None]) -> None:
+    set_virtual(False)

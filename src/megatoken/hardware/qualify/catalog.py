@@ -74,15 +74,6 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
     ),
 }
 
-CORE, CLOCK = 0.5, 0.25
-"""Shares of a speed: a core's other thread may be of another machine, and load on other cores lowers the clock."""
-ON_CORES = ("memory", "caches", "numa", "gemm", "layers", "latency", "kernels", "disk", "disk_writes", "steps")
-TAKEN_SHARES: dict[Device, dict[str, float]] = {
-    "cpu": {FACTS: CLOCK} | dict.fromkeys((*ON_CORES, "collectives"), CORE),
-    "gpu": dict.fromkeys(("launch", "latency", "disk", "disk_writes"), CORE),
-}
-"""Of the speeds of these tests on a virtual machine: what others on the same host may take, which no counter shows."""
-
 CPU_QUICK = Setting(
     seconds=0.3,
     warm_up_seconds=0.1,

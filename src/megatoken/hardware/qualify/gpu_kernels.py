@@ -112,10 +112,10 @@ def launch(setting: Setting) -> Outcomes:
         torch.cuda.synchronize()
 
     seconds, note = on_the_best_core(batch, setting)
-    title = "Launch of a small kernel"
+    title = "Launch of a small kernel, fastest core"
     yield Value("kernel_launch", title, "us", [1e6 * each / BATCH for each in seconds], "lower", note=note)
     seconds, note = on_the_best_core(round_trip, setting)
-    title = "Launch of a small kernel and wait for it"
+    title = "Launch of a small kernel and wait for it, fastest core"
     yield Value("kernel_round_trip", title, "us", [1e6 * each for each in seconds], "lower", note=note)
     seconds = gpu_seconds(lambda: one.add_(1.0), setting)
     yield Value("graph_kernel", "Small kernel in a CUDA graph", "us", [1e6 * each for each in seconds], "lower")

@@ -34,10 +34,10 @@ MOST_SIDE = 8192
 
 
 class Weights:
-    """Several layers' weights in one format, and calls on them; random values, or zeros."""
+    """Several layers' weights in one format, and calls on them; random values, or all ``equal``."""
 
-    def __init__(self, scaling: str, products: Sequence[Product], layers: int, *, zeros: bool = False) -> None:
-        self.scaling, self.products, self.layers, self._zeros = scaling, products, layers, zeros
+    def __init__(self, scaling: str, products: Sequence[Product], layers: int, *, equal: float | None = None) -> None:
+        self.scaling, self.products, self.layers, self._equal = scaling, products, layers, equal
         make = gaussian if scaling == "bf16" else gaussian_e4m3
         self.values = [
             [self._filled(make(product.outputs, product.inputs)) for product in products] for _ in range(layers)
@@ -60,7 +60,7 @@ class Weights:
         )
 
     def _filled(self, values: Tensor) -> Tensor:
-        return torch.zeros_like(values) if self._zeros else values
+        return values if self._equal is None else torch.full_like(values, self._equal)
 
 
 @torch.inference_mode()
@@ -150,7 +150,7 @@ def layer_products(setting: Setting) -> Outcomes:
 
 @torch.inference_mode()
 def zeros(setting: Setting) -> Outcomes:
-    """The gate and up product of a 70B layer on random values and on zeros, which draw less power."""
+    """The gate and up product of a 70B layer on random values, and on zeros and ones, which draw less power."""
     bound = product_bound(start(), "fp8")
     if obstacle := gpu_obstacle(find_scheme("fp8")):
         yield NotRun("random_over_zeros", "Random values against zeros", obstacle, "take a GPU that has fp8")
@@ -159,18 +159,19 @@ def zeros(setting: Setting) -> Outcomes:
     work = ZEROS_LAYERS * product.operations(ZEROS_TOKENS) / 1e12
     setting = settled(setting)
     found = []
-    for all_zero in (False, True):
-        call = Weights("tensor", [product], ZEROS_LAYERS, zeros=all_zero).call(0, ZEROS_TOKENS)
+    for equal in (None, 0.0, 1.0):
+        call = Weights("tensor", [product], ZEROS_LAYERS, equal=equal).call(0, ZEROS_TOKENS)
 
         def run(call: Callable[[int], Tensor] = call) -> None:
             for layer in range(ZEROS_LAYERS):
                 call(layer)
 
         found.append(rates(work, gpu_seconds(run, setting)))
-    random, zero = found
+    random, zero, ones = found
     title = f"70B gate and up product, {ZEROS_TOKENS:,} tokens of"
     yield Value("gemm_fp8_random", f"{title} random values", "TFLOP/s", random, bound=bound)
     yield Value("gemm_fp8_zeros", f"{title} zeros", "TFLOP/s", zero, bound=bound)
+    yield Value("gemm_fp8_ones", f"{title} ones", "TFLOP/s", ones, bound=bound)
     ratios = [one / other for one, other in zip(random, zero, strict=True)]
     title = "Rate of random values over that of zeros"
     yield Value("random_over_zeros", title, "of zeros", ratios, note="below 1 where power limits the clock")

@@ -25,7 +25,7 @@ SHORT_SECONDS = 50e-6
 MOST_LAUNCHING = 0.5
 """Share of the device's time that the host may need to launch what runs without a CUDA graph."""
 GRAPH_SECONDS, GRAPH_KERNELS = 1e-3, 100
-"""A graph of short kernels takes about the first, and has at least so many of them."""
+"""A graph takes about the first, and has at least so many kernels: a slow host makes each look long."""
 SETTLED_SECONDS = 1.5
 """After a pause the power limit lets the clock rise too high, and then fall by a sixth, all in 1.4 seconds."""
 BATCH = 16
@@ -89,10 +89,9 @@ def gpu_seconds(run: Callable[[], Any], setting: Setting, kernels: int = 1) -> l
     that it can hardly launch in time, from a CUDA graph.
     """
     launching, each = _launch_and_run_seconds(run)
-    short = each < SHORT_SECONDS * kernels
-    if not short and launching < MOST_LAUNCHING * each:
+    if each >= SHORT_SECONDS * kernels and launching < MOST_LAUNCHING * each:
         return _windows(run, each, setting)
-    calls = math.ceil(max(GRAPH_SECONDS / each, GRAPH_KERNELS / kernels)) if short else 1
+    calls = math.ceil(max(GRAPH_SECONDS / each, GRAPH_KERNELS / kernels))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
@@ -104,7 +103,7 @@ def gpu_seconds(run: Callable[[], Any], setting: Setting, kernels: int = 1) -> l
 def _windows(run: Callable[[], Any], each: float, setting: Setting) -> list[float]:
     """Mean seconds of a call in each window, where it takes about ``each``.
 
-    There is no gap after the warm-up: the clock would swing again.
+    There is no gap after the warm-up, in which the clock could rise.
     """
     for _ in range(round(setting.warm_up_seconds / each)):
         run()

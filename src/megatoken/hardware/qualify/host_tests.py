@@ -34,7 +34,7 @@ def latency(setting: Setting) -> Outcomes:
     """An operation on one number, a round trip between two threads, and sleeps of a millisecond."""
     one = torch.ones(1)
     seconds, note = on_the_best_core(lambda: one.add_(1.0), setting)
-    title = "Start of one PyTorch operation"
+    title = "Start of one PyTorch operation, fastest core"
     yield Value("operation_start", title, "us", _microseconds(seconds), "lower", note=note)
     yield Value("thread_round_trip", "Round trip between two threads", "us", _round_trips(setting), "lower")
     late = []

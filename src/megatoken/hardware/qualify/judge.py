@@ -174,8 +174,9 @@ def judge(
     slowest = None if earlier is None else earlier.slowest
     if slowest is not None and far_behind(fastest, slowest, outcome.better, core_wait_share, taken_share):
         found = f"{number(fastest)} {outcome.unit} in its fastest window"
-        allowed = f"{number(slowest)} {outcome.unit}, {max(MOST_TOLERANCE, taken_share):.0%} less speed is allowed"
-        return Judged(Verdict.FAIL, f"{'noisy, and ' if noisy else ''}{found}; the baseline's slowest had {allowed}")
+        allowed = f"{number(_far_limit(slowest, outcome.better, taken_share))} {outcome.unit} is allowed"
+        reference = f"the baseline's slowest had {number(slowest)} {outcome.unit}, {allowed}"
+        return Judged(Verdict.FAIL, f"{'noisy, and ' if noisy else ''}{found}; {reference}")
     if noisy:
         return Judged(Verdict.MARGINAL, f"{judged.reason}; the value is noisy: repeat it on a quiet machine")
     shared = f"other virtual machines of the host may take up to {taken_share:.0%}: repeat it later"
@@ -205,9 +206,14 @@ def far_behind(
     Noise does not reach every window. A wait for cores does, so a value that waited never is. So does what other
     virtual machines take of a host, up to ``taken_share`` of a speed.
     """
-    left = 1 - max(MOST_TOLERANCE, taken_share)
-    limit = slowest / left if better == "lower" else slowest * left
-    return (core_wait_share or 0.0) <= CONTENTION and graded(fastest, limit, better) is Verdict.FAIL
+    limit = _far_limit(slowest, better, taken_share)
+    is_behind = fastest > limit if better == "lower" else fastest < limit
+    return is_behind and (core_wait_share or 0.0) <= CONTENTION
+
+
+def _far_limit(slowest: float, better: str, taken_share: float) -> float:
+    left = (1 - MARGIN) * (1 - max(MOST_TOLERANCE, taken_share))
+    return slowest / left if better == "lower" else slowest * left
 
 
 def tolerance(value: Value, earlier: Earlier, between_runs: float = 0.0) -> float:

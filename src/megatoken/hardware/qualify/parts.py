@@ -247,6 +247,8 @@ def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], 
         verdicts.append(verdict if counts else Verdict.MARGINAL)
         behind = f"{abs(value['median'] / middle - 1):.1%} {'above' if better == 'lower' else 'below'} the median"
         remark = ", noisy" if value["noisy"] else ""
+        if taken and verdicts[-1] is not verdict:
+            remark += f", of which other virtual machines of the host may take {taken:.0%}"
         reasons.append(f"{kind} {part}: {number(value['median'])} {value['unit']}, {behind}{remark}")
     if most_are_noisy and slow:
         reasons.append(f"the values of most {kind}s are noisy: repeat it on quiet machines")

@@ -13,6 +13,7 @@ from typing import Any
 from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
+from megatoken.hardware.qualify.catalog import Device
 from megatoken.hardware.qualify.judge import CONTENTION, Band, Earlier, Verdict, overall, verdict_of_test
 from megatoken.hardware.qualify.values import SPEEDS
 from megatoken.text import is_number
@@ -23,6 +24,17 @@ BELOW_LOWEST, ABOVE_HIGHEST = 0.95, 1.03
 KIND, SCHEMA_VERSION = "qualify", 1
 CORE_CLOCK = "core_clock"
 """A value of every qualification of a processor, and of none of a GPU."""
+CLOCK_SHARE = 0.25
+CORE_SHARE = 1 - (1 - 0.5) * (1 - CLOCK_SHARE)
+"""Of a speed, that other virtual machines on the same host may take, which no counter shows: load on other cores lowers
+the clock by up to the first, and what runs on the other thread of a core takes up to half of the rest."""
+OF_THE_HOST = (
+    *("kernel_launch", "kernel_round_trip", "operation_start", "thread_round_trip", "sleep_lateness"),
+    *("disk_", "decode_step", "mixed_step"),
+)
+"""How the names of speeds begin that cores and disk of the host decide, next to a GPU."""
+SHORT_COLLECTIVES = (f"_{2**14}", f"_{2**20}")
+"""How those end of collectives between GPUs whose time the host decides."""
 SPREAD = "spread"
 """The test that compares like parts, see ``parts``."""
 MEDIAN_ERROR = 1e-6
@@ -46,6 +58,13 @@ def band(part: str, name: str, unit: str) -> Band | None:
     values = [value for value, _ in rows]
     sources = tuple(dict.fromkeys(source for _, source in rows))
     return Band(BELOW_LOWEST * min(values), ABOVE_HIGHEST * max(values), sources)
+
+
+def taken_share(device: Device, name: str) -> float:
+    """Of the speed of this name: what other machines on the host of a virtual machine may take of it."""
+    if device == "cpu":
+        return CLOCK_SHARE if name == CORE_CLOCK else CORE_SHARE
+    return CORE_SHARE if name.startswith(OF_THE_HOST) or name.endswith(SHORT_COLLECTIVES) else 0.0
 
 
 def read_document(path: Path, flag: str) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from megatoken.engine.gpus import gpus
 from megatoken.errors import ExitCode
 from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
-from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, TAKEN_SHARES, Device, HardwareTest, visible_names
+from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest, visible_names
 from megatoken.hardware.qualify.gpu_errors import ErrorWatch
 from megatoken.hardware.qualify.judge import (
     Earlier,
@@ -27,13 +27,24 @@ from megatoken.hardware.qualify.judge import (
     verdict_of_test,
 )
 from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
-from megatoken.hardware.qualify.references import KIND, SCHEMA_VERSION, band, read_baseline
+from megatoken.hardware.qualify.references import (
+    CORE_SHARE,
+    KIND,
+    SCHEMA_VERSION,
+    band,
+    read_baseline,
+    taken_share,
+)
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 from megatoken.hardware.specification import part_name
 
 ERRORS = HardwareTest("errors", "Errors that the GPU counted", "")
 ERRORS_OF_ALL = HardwareTest("errors_of_all", "Errors that the GPUs counted", "", whole=True)
 CAPPED_SHARE = 0.98
+SHARED_HOST = (
+    "This is a virtual machine, and others on its host may take up to "
+    f"{CORE_SHARE:.0%} of what its cores, memory and disk do: such speeds fail only if they are slower than that."
+)
 CONFIRMATIONS = 4
 """Further runs, of all tests together, before a slow processor fails: some 10 s of the quick set, and only then."""
 
@@ -72,7 +83,8 @@ def qualify(
             for (name, title, unit), one in earlier.items()
             if name.endswith(suffix)
         }
-    taken_shares = TAKEN_SHARES[device] if machine["cpu"]["virtual"] else {}
+    shared_by = device if machine["cpu"]["virtual"] else None
+    shared_host = SHARED_HOST if shared_by and baseline is not None else None
     began = time.monotonic()
     measured: dict[str, float] = {}
     errors = ERRORS_OF_ALL if all(test.whole for test in tests) else ERRORS
@@ -105,9 +117,7 @@ def qualify(
         repeated = (one.outcome for test, of_test in ran if test.twice and of_test[1:] for one in merged(of_test))
         between_runs = spread_between_runs(one for one in repeated if isinstance(one, Value))
         results = [
-            entry_of_test(
-                test, of_test, "" if capped else part, earlier, between_runs, taken_shares.get(test.name, 0.0)
-            )
+            entry_of_test(test, of_test, "" if capped else part, earlier, between_runs, shared_by)
             for test, of_test in ran
         ]
         if not queue and first_round:
@@ -122,7 +132,7 @@ def qualify(
                 queue.append(min(slow, key=lambda index: len(runs[index])))
         if (counted := watch.ended()).returned:
             results.append(entry_of_test(errors, [counted], "", {}, 0.0))
-        notes = [capped] if capped else []
+        notes = [one for one in (capped, shared_host) if one]
         compared = any(value.get("baseline") is not None for result in results for value in result["values"])
         if baseline is not None and not queue and not compared:
             notes.append(f"No value is in the baseline {baseline} under the same name, title and unit.")
@@ -194,10 +204,10 @@ def entry_of_test(
     part: str,  # finds published values
     earlier: dict[tuple[str, str, str], Earlier],
     between_runs: float,  # see ``tolerance``
-    taken_share: float = 0.0,  # see ``judge``
+    shared_by: Device | None = None,  # the form, see ``taken_share``, on a virtual machine
 ) -> dict[str, Any]:
     """A test in the document: the values of all its runs with their verdicts."""
-    values = [_value_entry(one, part, earlier, between_runs, taken_share) for one in merged(runs)]
+    values = [_value_entry(one, part, earlier, between_runs, shared_by) for one in merged(runs)]
     fault = next((run.fault for run in runs if run.fault is not None), None)
     if fault is None and not values:
         fault = "returned no value"
@@ -238,7 +248,7 @@ def _value_entry(
     part: str,
     earlier: dict[tuple[str, str, str], Earlier],
     between_runs: float,
-    taken_share: float,
+    shared_by: Device | None,
 ) -> dict[str, Any]:
     outcome = one.outcome
     entry: dict[str, Any] = {"name": outcome.name, "title": outcome.title}
@@ -248,6 +258,7 @@ def _value_entry(
     published = band(part, outcome.name, outcome.unit)
     before = earlier.get((outcome.name, outcome.title, outcome.unit))
     noisy = is_noisy(outcome, one.core_wait_share, published, before, between_runs)
+    taken = taken_share(shared_by, outcome.name) if shared_by else 0.0
     judged = judge(
         outcome,
         published,
@@ -255,7 +266,7 @@ def _value_entry(
         noisy=noisy,
         between_runs=between_runs,
         core_wait_share=one.core_wait_share,
-        taken_share=taken_share,
+        taken_share=taken,
     )
     allowed = None
     if before and outcome.windows and outcome.better in SPEEDS:
@@ -269,7 +280,7 @@ def _value_entry(
         "drift": outcome.drift if outcome.windows else None,
         "windows": list(outcome.windows),
         "core_wait_share": one.core_wait_share,
-        "taken_share": taken_share,
+        "taken_share": taken,
         "noisy": noisy,
         "bound": bound and {"value": bound.value, "formula": bound.formula, "certain": bound.certain},
         "share": outcome.share if outcome.windows else None,

@@ -39,16 +39,15 @@ def call_seconds(run: Callable[[], object], setting: Setting) -> list[float]:
 def on_the_best_core(run: Callable[[], object], setting: Setting) -> tuple[list[float], str]:
     """Seconds of a call on whichever of several cores is fastest in each window, and what the slowest core needs.
 
-    What another machine does on the other thread of a core takes a third of its speed for seconds, so one core says
-    little about the machine. Processes that test several GPUs visit the cores in orders of their own.
+    What another machine does on the other thread of a core takes up to half of its speed for seconds, so one core says
+    little about the machine. Processes that test several GPUs at once choose cores of their own.
     """
-    usable = sorted(usable_core_numbers())
-    cores = usable[:: max(1, len(usable) // MOST_CORES)][:MOST_CORES]
+    usable, order = sorted(usable_core_numbers()), random.Random(os.getpid())
+    cores = order.sample(usable, min(len(usable), MOST_CORES))
     if len(cores) == 1 or not hasattr(os, "sched_setaffinity"):
         return call_seconds(run, setting), ""
     share = setting.seconds / setting.windows / len(cores)
     brief = replace(setting, seconds=share, warm_up_seconds=share / 4, windows=1)
-    order = random.Random(os.getpid())
     by_core: dict[int, list[float]] = {core: [] for core in cores}
     try:
         for _ in range(setting.windows):
