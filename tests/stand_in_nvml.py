@@ -40,6 +40,7 @@ class StandInNvml:
             "EccMode": (1, 1),
             "RemappedRows": (0, 0, 0, 0),
             "MaxPcieLinkGeneration": 5,
+            "CurrPcieLinkGeneration": 5,
             "CurrPcieLinkWidth": 16,
             "MaxPcieLinkWidth": 16,
             "PersistenceMode": 1,

@@ -116,6 +116,15 @@ def test_products_in_other_formats_are_rated_and_int8_is_exact(tiny: Setting, mo
     assert isinstance(wrong, Value) and wrong.windows == [0]
 
 
+@pytest.mark.parametrize(("now", "missing"), [(5, 0), (3, 2), (None, None)])
+def test_a_link_to_the_host_below_its_generation_is_counted(
+    now: int | None, missing: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", StandInNvml(CurrPcieLinkGeneration=now))
+    monkeypatch.setattr(gpu_copies, "device_uuid", lambda: "GPU-0")
+    assert gpu_copies._generations_missing() == missing
+
+
 def test_a_gpu_without_a_link_that_the_others_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     library = StandInNvml()
     answer = library.nvmlDeviceGetFieldValues

@@ -56,7 +56,7 @@ def copies(setting: Setting) -> Outcomes:
 
     out_stream, in_stream = (torch.cuda.Stream(DEVICE) for _ in range(2))  # type: ignore[no-untyped-call]
     calls = max(1, round(BOTH_WAYS_FACTOR * setting.seconds / setting.windows / max(seconds[0], 1e-6)))
-    windows = []
+    windows, missing = [], None
     for _ in range(setting.windows):
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -65,11 +65,14 @@ def copies(setting: Setting) -> Outcomes:
                 host_back.copy_(on_gpu, non_blocking=True)
             with torch.cuda.stream(in_stream):
                 back.copy_(host, non_blocking=True)
+        missing = _generations_missing()  # while copies run: a link without traffic falls back to save power
         torch.cuda.synchronize()
         windows.append(2 * size * calls / (time.perf_counter() - began) / 1e9)
     both = bound and Bound(2 * bound.value, f"both directions of {bound.formula}")
     speed = Value("copy_both_ways", "Copies in both directions at once", "GB/s", windows, bound=both)
     yield replace(speed, better="", note=SHARED_MEMORY) if cpu()["virtual"] else speed
+    if missing is not None:
+        yield Value("generations_missing", "PCIe generations that copies do not use", "generations", [missing], "rare")
     for copied in (back, host_back.to(DEVICE)):
         wrong += different_elements(on_gpu.view(torch.int32), copied.view(torch.int32))
     yield Value("copy_errors", "Data after all copies", "wrong", [wrong], better="zero")
@@ -84,6 +87,16 @@ def _link() -> Bound | None:
     if generation not in TRANSFERS_PER_LANE or lanes is None:
         return None
     return Bound(TRANSFERS_PER_LANE[generation] * lanes / 8 * ENCODING, f"PCIe {generation} x{lanes}")
+
+
+def _generations_missing() -> int | None:
+    """By how much the link to the host is now below what GPU and host can do; None where NVML does not say."""
+    try:
+        gpu = nvml_gpu(device_uuid())
+    except CapacityError:
+        return None
+    most, now = (gpu.ask(f"nvmlDeviceGet{which}PcieLinkGeneration") for which in ("Max", "Curr"))
+    return None if most is None or now is None else max(0, most - now)
 
 
 def _facts() -> dict[str, Any]:
