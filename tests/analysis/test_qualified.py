@@ -215,6 +215,7 @@ TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
         ({"tests": [{}]}, "tests[0]: values is not a list"),
         ({"machine": None}, "machine is not an object"),
         ({"value": {"median": "9"}}, "tests[0]: values[0]: median is not a number"),
+        ({"value": {"core_wait_share": "x"}}, "tests[0]: values[0]: core_wait_share is not a number"),
         ({"value": {"median": -1.0}}, "tests[0]: values[0]: median is -1.0, which no speed is"),
         ({"value": {"median": 0}}, "tests[0]: values[0]: median is 0, which no speed is"),
         ({"value": {"windows": None}}, "tests[0]: values[0]: windows is not a list"),

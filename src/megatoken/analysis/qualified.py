@@ -26,6 +26,7 @@ from megatoken.hardware.qualify.shapes import (
     GPU_LAYERS,
     SMALL_LOAD,
     WARM_UP_STEPS,
+    is_large_product,
     products_of,
 )
 from megatoken.text import count_of, is_number, precise
@@ -70,8 +71,7 @@ class Machine:
     def most_operations_per_second(self, precision: str) -> float | None:
         """Of the largest products on all cores or the GPU; None if they were not measured in this format."""
         unit = 1e9 if self.gpu is None else 1e12
-        names = (f"gemm_{precision}_", f"{LAYERS}{precision}_")
-        rates = [value for name, value in self.values.items() if name.startswith(names) and not name.endswith("_1")]
+        rates = [value for name, value in self.values.items() if is_large_product(name, precision)]
         return unit * max(rates) if rates else None
 
     @property

@@ -57,6 +57,12 @@ def slow_disk(setting: Setting) -> Outcomes:
     yield from disk(setting)
 
 
+def share_of_the_rate(setting: Setting) -> Outcomes:
+    """Half of what another test has measured before."""
+    bound = Bound(setting.measured["rate"], "rate, measured", certain=False)
+    yield Value("part", "Part", "GB/s", [40.0] * 3, bound=bound)
+
+
 def busy_core(setting: Setting) -> Outcomes:
     """Counts on one core, for as long as the setting says."""
     yield Value("count", "Counting", "GFLOP/s", rates(1.0, call_seconds(lambda: sum(range(10_000)), setting)))

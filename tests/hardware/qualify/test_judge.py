@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,7 @@ from megatoken.hardware.qualify.judge import (
 )
 from megatoken.hardware.qualify.references import _published, band, read_baseline, taken_share
 from megatoken.hardware.qualify.session import chosen_gpu, power_cap
+from megatoken.hardware.qualify.shapes import is_large_product
 from megatoken.hardware.qualify.values import Bound, NotRun, Value
 from megatoken.hardware.specification import part_name
 
@@ -194,7 +196,9 @@ def test_on_a_virtual_machine_a_steady_value_fails_only_below_what_others_may_ta
     if verdict == "FAIL":
         limit = "211" if better == "lower" else "47.5"
         assert f"the baseline's slowest had 100 GB/s, {limit} GB/s is allowed" in judged.reason
-        assert judge(value, None, earlier, noisy=True, core_wait_share=0.2, taken_share=0.5).verdict == "MARGINAL"
+        waited = judge(value, None, earlier, noisy=True, core_wait_share=0.2, taken_share=0.5)
+        assert waited.verdict == "MARGINAL"
+        assert waited.reason.endswith("it waited for a core 20% of its time: stop other work and repeat")
 
 
 def test_the_slowest_window_of_a_baseline_is_the_longest_time_or_the_lowest_rate(tmp_path: Path) -> None:
@@ -434,3 +438,32 @@ def test_the_rate_of_all_cores_is_set_next_to_a_higher_one_of_one_core() -> None
 )
 def test_what_other_virtual_machines_may_take_is_of_the_host(device: Device, name: str, share: float) -> None:
     assert taken_share(device, name) == share
+
+
+def test_the_second_sentence_leaves_out_what_is_only_recorded() -> None:
+    def value(name: str, median: float, better: str) -> dict[str, Any]:
+        one = {"name": name, "title": name, "unit": "GFLOP/s", "better": better, "median": median, "noisy": False}
+        return one | {"verdict": "NO REFERENCE", "reason": "", "windows": [median], "core_wait_share": None}
+
+    squares, layers = value("gemm_bf16_2048_all_cores", 774.0, ""), value("layer_products_bf16_256", 1038.0, "higher")
+    test = {"name": "t", "title": "T", "fault": None, "verdict": "NO REFERENCE"}
+    assert answer({"tests": [test | {"values": [squares, layers]}]})[1].endswith("in bf16 at 1,038 GFLOP/s.")
+    assert answer({"tests": [test | {"values": [squares]}]})[1].endswith("in bf16 at 774 GFLOP/s.")
+    assert answer({"tests": [test | {"values": []}]})[1] == "Neither large products nor reads of memory were measured."
+
+
+@pytest.mark.parametrize(
+    ("name", "large"),
+    [
+        ("gemm_fp8_8192", True),
+        ("gemm_fp8_random", True),
+        ("gemm_fp8_zeros", False),
+        ("gemm_fp8_ones", False),
+        ("gemm_fp8_1024_one_core", False),
+        ("layer_products_fp8_llama2-70b_1536", True),
+        ("layer_products_fp8_1", False),
+        ("gemm_bf16_8192", False),
+    ],
+)
+def test_what_work_can_reach_is_shown_by_random_values_on_all_cores(name: str, large: bool) -> None:
+    assert is_large_product(name, "fp8") is large

@@ -384,6 +384,14 @@ def test_a_test_that_runs_twice_shows_drift(tiny: Setting) -> None:
     assert drifting["values"][0]["noisy"]
 
 
+def test_a_measured_bound_is_the_median_that_the_table_shows(tiny: Setting) -> None:
+    both = [replace(fault(name), twice=True) for name in ("slow_once", "share_of_the_rate")]
+    *_, document = qualify(both, tiny, "cpu")
+    rate, part = (test["values"][0] for test in document["tests"])
+    assert part["bound"]["value"] == rate["median"] == 80.0
+    assert part["share"] == 0.5
+
+
 def test_a_call_that_waits_at_the_end_of_the_warm_up_does_not_shorten_the_windows(tiny: Setting) -> None:
     calls = 0
 

@@ -30,12 +30,13 @@ HEADLINES = (
         (
             "gemm_bf16_8192",
             *(f"gemm_bf16_{side}_{cores}" for cores in ("all_cores", "one_core") for side in (2048, 1024)),
+            "layer_products_bf16_256",
         ),
     ),
     ("in fp32 at", ("gemm_fp32_1024_all_cores", "gemm_fp32_2048_all_cores", "gemm_fp32_1024_one_core")),
     ("reads memory at", ("hbm_read", "memory_read")),
 )
-"""What the second sentence says, from the first of the values that was measured."""
+"""What the second sentence says, from the first of the values that was measured and not only recorded."""
 MOST_NAMED = 3
 
 
@@ -177,6 +178,9 @@ def judge(
         allowed = f"{number(_far_limit(slowest, outcome.better, taken_share))} {outcome.unit} is allowed"
         reference = f"the baseline's slowest had {number(slowest)} {outcome.unit}, {allowed}"
         return Judged(Verdict.FAIL, f"{'noisy, and ' if noisy else ''}{found}; {reference}")
+    if (core_wait_share or 0.0) > CONTENTION:
+        cause = f"it waited for a core {core_wait_share:.0%} of its time: stop other work and repeat"
+        return Judged(Verdict.MARGINAL, f"{judged.reason}; {cause}")
     if noisy:
         return Judged(Verdict.MARGINAL, f"{judged.reason}; the value is noisy: repeat it on a quiet machine")
     shared = f"other virtual machines of the host may take up to {taken_share:.0%}: repeat it later"
@@ -282,7 +286,7 @@ def _is(count: int) -> str:
 def _speed(values: Mapping[str, Mapping[str, Any]]) -> str:
     parts = list(_headlines(values))
     if not parts:
-        return "No matrix product and no memory was measured."
+        return "Neither large products nor reads of memory were measured."
     *first, last = parts
     part = next(values[name].get("part") for _, names in HEADLINES for name in names if name in values) or "the machine"
     return f"{part[0].upper()}{part[1:]} {', '.join(first)}{' and ' if first else ''}{last}."
@@ -291,7 +295,9 @@ def _speed(values: Mapping[str, Mapping[str, Any]]) -> str:
 def _headlines(values: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     begun = False
     for words, names in HEADLINES:
-        if found := next((values[name] for name in names if values.get(name, {}).get("median")), None):
+        measured = [values[name] for name in names if values.get(name, {}).get("median")]
+        judged = [value for value in measured if value.get("better") in SPEEDS]
+        if found := next(iter(judged or measured), None):
             verb = "multiplies matrices " if words.startswith("in ") and not begun else ""
             begun = True
             one_core = values.get(found["name"].replace("_all_cores", "_one_core"), {}).get("median") or 0.0
@@ -314,6 +320,7 @@ def _trust(values: Sequence[Mapping[str, Any]]) -> str:
     waits = [wait for value in noisy if (wait := value["core_wait_share"] or 0.0) > CONTENTION]
     cause = ""
     if waits:
-        cause = f"; {len(waits)} waited for a core, up to {max(waits):.0%} of their time: stop other work and repeat"
+        of_time = f"up to {max(waits):.0%} of the time"
+        cause = f"; {len(waits)} waited for a core, {of_time}: stop other work and repeat"
     counted = f"{len(noisy)} of {count_of(len(speeds), 'speed')} {_is(len(noisy))} noisy"
     return f"{counted} and may differ by over 5 % next time{cause}."

@@ -146,7 +146,7 @@ def _damage_of_value(value: Mapping[str, Any]) -> str | None:
     for name in ("title", "unit", "better"):
         if not isinstance(value.get(name, ""), str):
             return f"{name} is not a text"
-    for name in ("median", "spread"):
+    for name in ("median", "spread", "drift", "core_wait_share"):
         if not _number_or_none(value.get(name)):
             return f"{name} is not a number"
     if (median := value.get("median")) is None:

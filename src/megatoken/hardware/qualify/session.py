@@ -37,6 +37,7 @@ from megatoken.hardware.qualify.references import (
 )
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 from megatoken.hardware.specification import part_name
+from megatoken.text import count_of
 
 ERRORS = HardwareTest("errors", "Errors that the GPU counted", "")
 ERRORS_OF_ALL = HardwareTest("errors_of_all", "Errors that the GPUs counted", "", whole=True)
@@ -110,9 +111,9 @@ def qualify(
         shown = None if tests[index].whole else gpu
         ended = run_alone(tests[index], replace(setting, measured=dict(measured)), limit, shown)
         watch.look(tests[index])
-        outcomes = [one.outcome for one in ended.returned]
-        measured |= {one.name: one.median for one in outcomes if isinstance(one, Value) and one.windows}
         runs[index].append(ended)
+        outcomes = [one.outcome for one in merged(runs[index])]
+        measured |= {one.name: one.median for one in outcomes if isinstance(one, Value) and one.windows}
         ran = [(test, of_test) for test, of_test in zip(tests, runs, strict=True) if of_test]
         repeated = (one.outcome for test, of_test in ran if test.twice and of_test[1:] for one in merged(of_test))
         between_runs = spread_between_runs(one for one in repeated if isinstance(one, Value))
@@ -171,7 +172,7 @@ def visible_gpus(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def part_of(machine: dict[str, Any], device: Device, tested: dict[str, Any] | None) -> str:
     """The name that references are found by: of the GPU as in gpu_specs.csv if it is there, else the processor's."""
     if device == "cpu":
-        return f"{machine['cpu']['model'] or machine['machine']}, {machine['cpu']['usable_cores']} cores"
+        return f"{machine['cpu']['model'] or machine['machine']}, {count_of(machine['cpu']['usable_cores'], 'core')}"
     names = [tested["name"]] if tested else _driver_names()
     return part_name(names[0]) if names and names[0] else "an unknown GPU"
 

@@ -66,3 +66,12 @@ def products_of(model: ModelConfig) -> list[Product]:
 def bound_seconds(product: Product, tokens: int, item: int, operations_rate: float, bytes_rate: float) -> float:
     """The least time: operations or bytes at the given rates (per second), whichever takes longer."""
     return max(product.operations(tokens) / operations_rate, product.moved_bytes(tokens, item) / bytes_rate)
+
+
+def is_large_product(name: str, precision: str) -> bool:
+    """Whether the value of this name is a rate of products on all cores or the GPU that shows what work can reach.
+
+    One core, one token, and equal values, which draw less power, do not.
+    """
+    others = ("_one_core", "_1", "_zeros", "_ones")
+    return name.startswith((f"gemm_{precision}_", f"layer_products_{precision}_")) and not name.endswith(others)

@@ -18,6 +18,7 @@ from megatoken.hardware.qualify.shapes import (
     GPU_LAYERS,
     GPU_LOAD,
     SMALL_LOAD,
+    is_large_product,
     products_of,
 )
 from megatoken.hardware.qualify.values import COUNTS, SPEEDS
@@ -31,9 +32,9 @@ from megatoken.text import count_of, number, precise
 TONES = {"PASS": "good", "MARGINAL": "warn", "FAIL": "bad", "NO REFERENCE": "plain", "NOT RUN": "quiet"}
 MEANING = {
     "PASS": "no value failed",
-    "MARGINAL": "slightly worse than a reference, or worse but noisy",
+    "MARGINAL": "worse than a reference, but not certainly a fault",
     "FAIL": "a fault was found",
-    "NO REFERENCE": "no speed could be judged; keep the file of a full run as the --baseline",
+    "NO REFERENCE": "no speed could be judged; a complete file of this machine, idle, serves as the --baseline",
     "NOT RUN": "a test did not run, or not to its end",
 }
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
@@ -99,17 +100,16 @@ def _next_command(document: Document, tests: list[Document]) -> Iterator[Points]
 
 
 def _worse(tests: list[Document]) -> str:
-    """The values that failed, then the marginal ones, the largest differences first; the others as a count."""
+    """The values that failed, else the marginal ones, the largest differences first; the others as a count."""
     values = [value for test in tests for value in test.parts("values")]
     crashed = [f"{test.text('title')} {test.text('fault')}" for test in tests if "fault" in test]
-    found = [
-        (value.text("verdict") != "FAIL", *_by_how_much(value), _title(value))
-        for value in values
-        if value.text("verdict") in ("MARGINAL", "FAIL")
-    ]
-    named = crashed + [f"{title} {words}" for _, _, words, title in sorted(found, key=lambda one: one[:2])]
+    failed, marginal = ([value for value in values if value.text("verdict") == one] for one in ("FAIL", "MARGINAL"))
+    found = sorted((*_by_how_much(value), _title(value)) for value in failed or (() if crashed else marginal))
+    named = crashed + [f"{title} {words}" for _, words, title in found]
     if len(named) > MOST_NAMED:
         named[MOST_NAMED:] = [f"and {len(named) - MOST_NAMED} more"]
+    if marginal and (failed or crashed):
+        named.append(f"and {count_of(len(marginal), 'value')} MARGINAL")
     return "; ".join(named)
 
 
@@ -264,11 +264,9 @@ def _roofline(tests: list[Document]) -> Iterator[Figure]:
     read = medians.get("hbm_read") or medians.get("memory_read")
     unit, device = (1e12, "cuda") if on_gpu else (1e9, "cpu")
     roofs: dict[str, float] = {}
-    for name, median in medians.items():
-        kind, _, rest = name.partition("_")
-        precision = rest.partition("_")[0]
-        if kind == "gemm" and precision in PRECISIONS and not name.endswith(("one_core", "zeros", "random")):
-            roofs[precision] = max(roofs.get(precision, 0.0), median * unit)
+    for products in PRECISIONS:
+        if rates := [median for name, median in medians.items() if is_large_product(name, products)]:
+            roofs[products] = max(rates) * unit
     points = [*_layer_points(medians, on_gpu=on_gpu), *_attention_points(medians, on_gpu=on_gpu)]
     for load in (GPU_LOAD,) if on_gpu else (SMALL_LOAD, CPU_LOAD):
         value = values.get(f"decode_step{load.suffix}")
