@@ -86,6 +86,18 @@ def test_more_samples_with_the_same_times_never_break_a_limit_that_few_left_open
     assert answer_of(many, "ttft_seconds.p99", 1.0) is Answer.MET
 
 
+def test_the_time_per_token_of_answers_that_came_whole_is_unknown(tmp_path):
+    folder = RunFolder.create(
+        tmp_path, "run", {}, {"hostname": "h"}, scenario="server", summarise=summarise_run, facts={"model": "tiny"}
+    )
+    at = np.arange(700) / 10
+    folder.add_samples([SampleRow(n, 0, t, t, t + 0.5, t + 0.5, 5, 10, "stop", "h") for n, t in enumerate(at)])
+    folder.finish({"verdict": "MEASURED", "reasons": []})
+    run = read_run(folder.path)
+    assert answer_of(run, "tpot_seconds.p99", 1.0) is Answer.CANNOT_TELL
+    assert answer_of(run, "ttft_seconds.p99", 1.0) is Answer.MET
+
+
 def test_failed_requests_count_as_over_every_limit_on_a_latency(tmp_path):
     run = server_run(tmp_path, [0.5] * 690 + [None] * 10)
     assert answer_of(run, "ttft_seconds.p99", 1.0) is Answer.NOT_MET

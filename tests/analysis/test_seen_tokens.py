@@ -51,6 +51,8 @@ def test_a_piece_of_an_answer_counts_as_its_share_of_the_tokens_also_where_it_wa
     tokens = SeenTokens._recorded(table, pa.table({"sample_id": [0, 1]}), samples)
     assert tokens.within(0, 10) == 6 + 3 * 3
     assert tokens.within(2, 10) == 3
+    figures = tokens.gap_figures(np.ones(2, bool))
+    assert figures["tokens_per_frame"] == 3.0  # not 1, the entries of a frame
 
 
 def test_without_times_an_answer_that_was_cut_off_goes_on_at_the_pace_of_others(tmp_path: Path) -> None:

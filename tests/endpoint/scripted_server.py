@@ -170,6 +170,9 @@ class Server:
             if at:
                 await asyncio.sleep(pace)
             last = at + per_frame >= count
+            if word == "ends" and last:  # the end token has no text
+                put("", "stop")
+                break
             put(" " * 4 if word == "padded" and at > 1 else f"w{at} ", None if not last else "length")
             if word == "early" and at == 1:
                 writer.write(chunk(DONE))

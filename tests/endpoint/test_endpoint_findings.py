@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from endpoint_support import answered, connected, prompts
-from scripted_server import Server, scripted_server
+from scripted_server import ITL_SECONDS, Server, scripted_server
 
 from cli_support import call_here, write_lines
 
@@ -21,6 +22,7 @@ def server() -> Iterator[Server]:
 
 FOUND = {
     "ok": None,
+    "ends": None,
     "empty": "EMPTY_FIRST_FRAME",
     "several": "SEVERAL_TOKENS_A_FRAME",
     "nodone": "NO_DONE",
@@ -46,6 +48,26 @@ def test_what_a_server_does_is_found(server: Server) -> None:
             else:
                 assert code in found, (word, found)
                 assert found[code].get("answers", 10) == 10
+
+
+def test_an_end_token_that_is_counted_has_the_time_of_the_finish_reason(server: Server) -> None:
+    with connected(server.url) as target:
+        (ended,) = answered(target, prompts("ends", tokens=3)).values()
+    times = ended.token_times_ns
+    assert times is not None and ended.output_tokens == len(times) == 3
+    assert ended.time_ns == times[-1] and (times[-1] - times[0]) / 1e9 > 1.8 * ITL_SECONDS
+
+
+def test_a_sweep_tells_what_its_answers_show_of_the_server(server: Server, tmp_path: Path) -> None:
+    lines = write_lines(
+        tmp_path / "prompts.jsonl", *({"prompt": f"several {at}", "max_tokens": 12} for at in range(40))
+    )
+    load = ("--concurrency", 2, "--window", 1.5, "--repeat", 1, "--settle", 0.1)
+    _, out, err = call_here("sweep", "--endpoint", server.url, "--prompts", lines, *load, "--out", tmp_path / "runs")
+    results = [*(tmp_path / "runs").rglob("result.json")]
+    assert len(results) == 1, out + err
+    notes = {one["code"]: one for one in json.loads(results[0].read_text())["notes"]}
+    assert notes["SEVERAL_TOKENS_A_FRAME"]["tokens_per_frame"] == pytest.approx(4), out + err
 
 
 def test_answers_without_any_text_make_a_run_invalid(server: Server, tmp_path: Path) -> None:

@@ -101,12 +101,13 @@ def test_every_fault_fails_its_own_sample_and_no_other(server: Server) -> None:
     began = time.monotonic()
     with connected(server.url) as target:
         last = answered(target, requests)
-        outcome = target.outcome(0)
+        outcome, found = target.outcome(0), {one["code"]: dict(one) for one in target.findings(0)}
     assert time.monotonic() - began < LONGEST_SECONDS
     for at, (word, message) in enumerate(FAULTS.items()):
         assert message in str(last[at].error), (word, last[at].error)
     assert [last[at].error for at in range(len(FAULTS), len(requests))] == [None] * 4
     assert server.asked["busy"] == 2 and outcome["endpoints"]["requests_repeated"] == 1
+    assert found["REQUESTS_REPEATED"]["requests"] == 1
     assert all(server.asked[word] == 1 for word in FAULTS)
 
 

@@ -82,6 +82,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt_logprobs": 21}, "prompt_logprobs", "must be at most 20"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not in streams"),
     ({"prompt_logprobs": 20, "n": 128}, "prompt_logprobs", "at most 65,536"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
     ({"allowed_token_ids": [5, 3072]}, "allowed_token_ids", "outside the vocabulary of 3,072"),
     ({"bad_words": [""]}, "bad_words.0", "must not be empty"),
     ({"bad_words": ["a"], "response_format": {"type": "json_object"}}, "bad_words", "of a given form"),

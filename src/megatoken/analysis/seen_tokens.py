@@ -17,7 +17,7 @@ from megatoken.runs.token_times import read_token_times
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Gaps: TypeAlias = tuple[Floats, NDArray[np.int64], int]
+Gaps: TypeAlias = tuple[Floats, NDArray[np.int64], float]
 """Seconds between frames of tokens [G], the row of the request of each [G], and the tokens of all those requests."""
 STALL_GAPS, SHORTEST_STALL_SECONDS = 5.0, 0.05
 STALL_RULE = (
@@ -111,7 +111,7 @@ class SeenTokens:
         gaps, owners = np.diff(self._times)[together], self._owners[1:][together]
         chosen = counted[owners]
         frames = chosen & (gaps > 0)
-        return gaps[frames], owners[frames], int(chosen.sum())
+        return gaps[frames], owners[frames], float(self._weights[1:][together][chosen].sum())
 
     def gap_figures(self, counted: NDArray[np.bool_]) -> dict[str, Any]:
         """Gaps between tokens of the requests ``counted`` [N]; tokens of one frame share a time and have no gap."""

@@ -53,6 +53,7 @@ class Answer:
     def __init__(self, api: Api, *, keep_text: bool) -> None:
         self.times = array("q")
         self.frames = 0
+        self.ended_ns = 0  # when the finish reason came, if its frame has no text
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self.output_tokens = self.input_tokens = self.cached_tokens = -1
@@ -204,6 +205,7 @@ class Answer:
         if not text and not self.frames and not choice.get("finish_reason") and not _is_role(choice):
             self._empty += 1
         if choice.get("finish_reason"):
+            self.ended_ns = 0 if text else self._after_last(now_ns)
             self.finish_reason = _ENDS.get(choice["finish_reason"], str(choice["finish_reason"]))
         elif text and not usage and not ids and self._lessons < _MOST_LESSONS:
             self._learn(frame, text)
@@ -215,6 +217,7 @@ class Answer:
             self._take_text(str(document.get("delta") or ""), (), now_ns)
         elif kind in ("response.completed", "response.incomplete"):
             self.done = True
+            self.ended_ns = self._after_last(now_ns)
             self._take_response(document.get("response") or {})
         elif kind == "response.failed":
             raise BrokenAnswerError("the server reports that the answer failed")

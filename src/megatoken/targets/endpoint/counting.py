@@ -38,7 +38,13 @@ def report_of(exchange: Exchange) -> Ended:
             flags |= Flag.NOT_FORCED
         if 0 <= answer.output_tokens < answer.frames:
             flags |= Flag.FEWER_THAN_FRAMES
-    times = answer.times
+    times, frames = answer.times, answer.frames
+    if counted_by == "usage" and answer.finish_reason == "stop" and tokens > frames > 0 and answer.ended_ns:
+        # The end token is counted and has no text, but took a step.
+        times.append(answer.ended_ns)
+        frames += 1
+    elif counted_by == "ids":
+        frames = len(set(times))
     return Ended(
         wire.END,
         task.ticket,
@@ -50,7 +56,7 @@ def report_of(exchange: Exchange) -> Ended:
         counted_by,
         answer.input_tokens,
         answer.cached_tokens,
-        answer.frames,
+        frames,
         times.tobytes() if answer.frames else b"",
         tuple(answer.token_ids),
         answer.text,

@@ -17,7 +17,7 @@ from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.framing import WireError
 from megatoken.hardware.telemetry import Telemetry
-from megatoken.runs.reasons import Reason
+from megatoken.runs.reasons import Reason, reason
 from megatoken.targets import HasFileno, ReplicaReading, SampleEvent
 from megatoken.targets.endpoint import wire
 from megatoken.targets.endpoint.bodies import Asking, body_of
@@ -203,7 +203,8 @@ class EndpointTarget:
 
     def findings(self, since_ns: int) -> list[Reason]:
         """What the answers since then showed of the servers, and clocks of hosts that are not known well enough."""
-        return [*self._observations.findings(since_ns), *self._clients.findings()]
+        again = [reason("REQUESTS_REPEATED", requests=self._retries)] if self._retries else []
+        return [*again, *self._observations.findings(since_ns), *self._clients.findings()]
 
     def begin(self) -> None:
         """A test begins: what was observed of the client before does not count."""
