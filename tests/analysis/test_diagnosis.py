@@ -116,6 +116,23 @@ def test_each_cause_is_found_with_its_evidence(
     assert found.command
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("core_wait_share", "x", "core_wait_share is not a number"),
+        ("loop_seconds", ["x"], "loop_seconds is not a mapping"),
+        ("memory_plan", "x", "memory_plan is not a mapping"),
+        ("memory_plan", {"max_sequences": "x"}, "memory_plan.max_sequences is not a number"),
+    ],
+)
+def test_a_damaged_field_is_refused_by_its_name(name: str, value: object, problem: str, tmp_path: Path) -> None:
+    file = made(tmp_path, {}, {}).path / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    code, out, err = call_here("doctor", file.parent)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"result.json is damaged ({problem})" in err
+
+
 def test_a_healthy_run_has_no_cause_and_the_command_says_what_was_examined(tmp_path: Path) -> None:
     run = made(tmp_path, {}, {})
     assert {one.state for one in diagnose(run)} == {State.OK}

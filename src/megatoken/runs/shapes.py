@@ -14,11 +14,11 @@ TEXTS = (
 MAPPINGS = (
     *("ttft_seconds", "tpot_seconds", "latency_seconds", "send_lag_seconds", "handover_seconds", "stages"),
     *("target", "seeds", "rack", "aggregate", "rate_search", "soak", "stability", "node_verdicts", "load", "identity"),
-    "plan_sha256",
+    *("plan_sha256", "memory_plan", "loop_seconds"),
 )
 LISTS = ("notes", "nodes", "rack_nodes", "steady_window_seconds", "changed_settings")
 NUMBERS = (  # how their names end
-    *("_per_second", "_per_output_token", "_tokens", "_joules", "_watts", "_bytes", "_rows"),
+    *("_per_second", "_per_output_token", "_tokens", "_joules", "_watts", "_bytes", "_rows", "_share"),
     *("samples_completed", "samples_failed", "samples_cancelled", "preemptions"),
     *("duration_seconds", "rated_seconds", "limit_seconds", "step_seconds", "p90_seconds", "p99_seconds"),
 )
@@ -39,6 +39,8 @@ def check_result(result: Mapping[str, Any]) -> None:
         for key, value in (result.get(name) or {}).items():
             if name.endswith("_seconds") and key.startswith("p"):
                 _require(_number_or_none(value), f"{name}.{key} is not a number")
+    sequences = (result.get("memory_plan") or {}).get("max_sequences")
+    _require(_number_or_none(sequences), "memory_plan.max_sequences is not a number")
     for stage in (result.get("stages") or {}).values():
         numbers = stage is None or (isinstance(stage, dict) and all(map(_number_or_none, stage.values())))
         _require(numbers, "stages has a value that is not a number")
