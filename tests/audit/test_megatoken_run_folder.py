@@ -182,6 +182,18 @@ def test_a_cut_off_table_is_where_the_audit_points_to(run_folder):
     assert [one.file for one in finding.where] == ["series.parquet"] and finding.severity is Severity.FAIL
 
 
+@pytest.mark.parametrize("name", ["series.parquet", "requests.parquet"])
+def test_checks_that_lack_a_table_are_counted_and_named(run_folder, name):
+    made = {one.id for one in audit(run_folder).findings}
+    (run_folder / name).unlink()
+    result = audit(run_folder)
+    unknown = {one.id: one for one in result.findings if one.severity is Severity.UNKNOWN}
+    assert made == {one.id for one in result.findings} and "run_folder.metrics" in unknown
+    assert {one.found for one in unknown.values()} == {f"not checked, because files are missing or damaged: {name}"}
+    (line,) = [line for line in call_here("audit", run_folder)[1].splitlines() if "cannot answer" in line]
+    assert "the check “Metrics follow from the tables”" in line
+
+
 def test_several_run_folders_are_several_runs(finished, tmp_path):
     for name in ("one", "two"):
         shutil.copytree(finished, tmp_path / name)

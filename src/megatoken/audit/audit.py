@@ -208,7 +208,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(_check_evidence(tree, evidence, submissions, claimed))
     for folder in run_folders:
         ledger.add(check_run_folder(tree, folder, evidence.runs))
-    ledger.add(check_lost_files(lost))
+    ledger.add(check_lost_files(tree, lost))
     ledger.add(check_seals(tree))
     ledger.add(check_repeats(tree))
     ledger.add(check_sweeps(tree))

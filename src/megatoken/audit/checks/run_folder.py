@@ -23,10 +23,11 @@ from megatoken.audit.sweep_document import listed_runs, unlike_its_runs
 from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, mapping, mappings, plain, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
-from megatoken.runs.run import CONFIG, ENVIRONMENT, MLPERF, REQUESTS, RESULT, SERIES, Verdict, read_run
+from megatoken.runs.run import CONFIG, ENVIRONMENT, MLPERF, QUALIFICATION, REQUESTS, RESULT, SERIES, Verdict, read_run
 from megatoken.runs.seal import SEAL, SealState, named, seal_state
 from megatoken.text import count_of
 
+WHOLE = "a whole run folder"
 AS_SEALED = "every file as it was sealed"
 COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")  # of repeats
 TOGETHER = "what the run folders next to it give together"
@@ -58,11 +59,11 @@ def lost_files_note(folder: str, missing: Sequence[str]) -> str:
     return f"{where} like a run folder of megatoken whose files are missing: {', '.join(missing)}; copy it again"
 
 
-def check_lost_files(lost: Mapping[str, Sequence[str]]) -> Iterator[Observation]:
+def check_lost_files(tree: Tree, lost: Mapping[str, Sequence[str]]) -> Iterator[Observation]:
     """Every folder of ``lost_files_in``; its logs alone are audited as those of any LoadGen."""
     for folder, missing in lost.items():
-        found = outcome(False, "a whole run folder", lost_files_note(folder, missing), places(folder))
-        yield from whole.observations(found)
+        found = outcome(False, WHOLE, lost_files_note(folder, missing), places(folder))
+        yield from (*whole.observations(found), *_not_made(tree, folder, missing))
 
 
 def interruptions(tree: Tree, folders: Iterable[str]) -> dict[str, Reported]:
@@ -87,8 +88,10 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
     try:
         run = read_run(tree.path(path))
     except MegatokenError as error:
-        damaged = places(*(below(path, name) for name in getattr(error, "files", (RESULT,))))
-        yield from whole.observations(outcome(False, "a whole run folder", shown(str(error)), damaged))
+        files = getattr(error, "files", (RESULT,))
+        damaged = places(*(below(path, name) for name in files))
+        yield from whole.observations(outcome(False, WHOLE, shown(str(error)), damaged))
+        yield from _not_made(tree, path, files)
         return
     logged = next((run for run in runs if run.path == display(below(path, MLPERF))), None)
     part = innermost(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
@@ -122,7 +125,7 @@ def simulated(folder: RunFolder) -> Outcome | None:
 @check("run_folder.whole", "The run folder is whole", "Its rows are the raw data.")
 def whole(folder: RunFolder) -> Outcome:
     rows = count_of(len(folder.run.requests), "row")
-    return outcome(True, "a whole run folder", rows, folder.places(*TABLES))
+    return outcome(True, WHOLE, rows, folder.places(*TABLES))
 
 
 def _lacks_log(folder: RunFolder) -> bool:
@@ -194,6 +197,20 @@ _CHECKS = (
     *(run_facts.times, healthy, run_facts.replicas_of_rack, loadgen, run_facts.counts, scores, compliance, end_tokens),
     *(replay.verdict, replay.nodes, replay.far_clocks, run_facts.qualification),
 )
+
+
+_OF_EVERY_RUN = (
+    *(replay.metrics, replay.verdict, run_facts.configuration, run_facts.memory, run_facts.times, replay.notes),
+)
+
+
+def _not_made(tree: Tree, path: str, files: Sequence[str]) -> Iterator[Observation]:
+    """The checks that need every file of a run folder, unanswered where ``files`` are missing or damaged."""
+    logged = (run_facts.counts,) if below(path, LOG) in tree.files else ()
+    qualified = (run_facts.qualification,) if below(path, QUALIFICATION) in tree.files else ()
+    found = f"not checked, because files are missing or damaged: {', '.join(files)}"
+    for one in (*_OF_EVERY_RUN, *logged, *qualified):
+        yield from one.observations(outcome(None, WHOLE, found, places(*(below(path, name) for name in files))))
 
 
 def _detail_log(tree: Tree, path: str) -> DetailLog | None:
