@@ -61,6 +61,12 @@ def test_the_name_of_a_file_does_not_become_a_folder(
     assert not list(tmp_path.iterdir())
 
 
+def test_spaces_around_the_names_of_tests_do_not_matter(tmp_path: Path) -> None:
+    code, _, err = call_here("qualify", "--tests", " facts , noop", "--out", tmp_path / "qualify.json")
+    assert code == 2 and "--tests noop: unknown test" in err
+    assert call_here("qualify", "--tests", "facts, facts ", "--out", tmp_path / "qualify.json")[0] == 0
+
+
 def test_a_folder_with_the_name_of_a_file_is_taken(tmp_path: Path) -> None:
     (tmp_path / "m.txt").mkdir()
     assert call_here("qualify", "--tests", "facts", "--out", tmp_path / "m.txt")[0] == 0

@@ -107,6 +107,15 @@ def test_random_writes_of_a_table_have_ours_of_the_same_blocks() -> None:
     assert converted(rate, unit, "GB/s") == pytest.approx(0.16384)
 
 
+def test_a_damaged_field_of_a_stored_qualification_names_the_file_that_has_it(tmp_path: Path) -> None:
+    stored, damaged = tmp_path / "qualify.json", document("A processor, 2 cores")
+    damaged["tests"][0]["values"][0] |= {"baseline": 1.0, "baseline_noisy": "x"}
+    stored.write_text(json.dumps(damaged))
+    code, out, err = call_here("qualify", "--compare", "azure", "--of", stored, "--out", tmp_path / "compared.json")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"megatoken: {stored}: tests[0]: values[0]: baseline_noisy is not true or false")
+
+
 def test_the_command_compares_a_stored_qualification(tmp_path: Path) -> None:
     stored, out_file = tmp_path / "qualify.json", tmp_path / "compared.json"
     stored.write_text(json.dumps(document("A processor, 2 cores")))
@@ -118,6 +127,7 @@ def test_the_command_compares_a_stored_qualification(tmp_path: Path) -> None:
     assert table.count("op=triad") + table.count("op=add") == len(stream) and "more rows" not in table
     assert "more rows: see the page" in out
     assert len(json.loads(out_file.read_text())["comparison"]["rows"]) == 450
+    assert json.loads(out_file.read_text())["inputs"] == [str(stored)]
     table = tmp_path / "mine.csv"
     table.write_text("sku,benchmark,parameter,value,unit\nX,hbm_stream,op=copy,much,TB/s\n")
     for flags, words in (

@@ -51,6 +51,7 @@ def qualify(
     from megatoken.report.console import show
     from megatoken.report.documents import checked
     from megatoken.report.earlier import Earlier, set_aside
+    from megatoken.report.views import document_view
 
     if of is not None and compare is None:
         raise UsageError("--of: needs --compare; give azure, or a CSV table")
@@ -74,7 +75,8 @@ def qualify(
     if quick and full:
         raise UsageError("--quick and --full: give one of them")
     device = device_here()
-    chosen = choose(TESTS[device], tests.split(",") if tests is not None else (), full=full)
+    names = [name.strip() for name in tests.split(",")] if tests is not None else []
+    chosen = choose(TESTS[device], names, full=full)
     if disk is not None and not disk.is_dir():
         raise UsageError(f"--disk {disk}: no such folder; name a folder on the disk to test")
     setting = replace(SETTINGS[device][full], folder=disk or Path())
@@ -93,12 +95,16 @@ def qualify(
     try:
         if of is not None:
             document = dict(read_document(of, "--of"))
+            stored = checked(document, str(of))
+            document_view(stored)  # an error in a field names this file, not the one to be written
+            if of.resolve() != out.resolve():
+                document["inputs"] = list(dict.fromkeys((str(of), *stored.texts("inputs"))))
         else:
             with counted("tests") as progress:
                 common: dict[str, Any] = {"full": full, "baseline": baseline, "progress": progress}
                 if rack is not None:
                     more: dict[str, Any] = {"note": lambda text: print(text, file=sys.stderr), "progress": progress}
-                    documents = qualify_rack(rack, tests.split(",") if tests is not None else (), full=full, **more)
+                    documents = qualify_rack(rack, names, full=full, **more)
                 elif gpus == "first":
                     documents = run(chosen, setting, device, **common)
                 else:
