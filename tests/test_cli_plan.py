@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from cli_results import RACK, document_of, hostile_paths, refused, two_runs
 from cli_support import call, call_here, redirected
 from examples import every
+from megatoken.engine.config import Precision
 
 PLANS = ("capacity", "fleet", "energy", "cost")
 DEMAND = ("--demand", 5000, "--accelerators-per-node", 4, "--profile", "simple_qa")
@@ -203,6 +205,10 @@ THROUGHPUT = ("plan", "throughput", "--gpu", "H200")
 )
 def test_a_flag_that_cannot_be_simulated_is_named(flags: tuple[object, ...], said: str) -> None:
     assert said in refused(*THROUGHPUT, *flags)
+
+
+def test_the_help_lists_every_precision_that_the_command_accepts() -> None:
+    assert f"--precision {'|'.join(get_args(Precision))} " in call_here("plan", "throughput", "--help")[1]
 
 
 def test_a_mixture_of_experts_is_an_upper_bound() -> None:

@@ -115,12 +115,15 @@ def test_the_command_predicts_and_refuses_two_machines(tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     plan = json.loads(out)
     assert plan["title"] == "tiny in fp32 on A processor, 2 cores, predicted from its qualification"
+    names = [one["name"] for one in plan["inputs"]]
+    assert "products of 1 token" in names and "software" not in names
     assert Rack.of("tiny", EngineConfig(), "x", nodes=1, gpus_per_node=1).machine is None
     for more, words in (
         (("--gpu", "H200"), "give one of them"),
         (("--gpus-per-node", 8), "--gpus-per-node 8: "),
         (("--gpus-per-node", 8), "is of a processor, A processor, 2 cores, and the engine uses all of it once; leave"),
         (("--precision", "bf16"), "no products of layers in bf16 were measured; give --precision fp32"),
+        (("--software", "published"), "--software published: a prediction from "),
     ):
         code, _, err = call_here(*arguments, *more)
         assert code == 2

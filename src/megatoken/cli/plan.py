@@ -122,7 +122,11 @@ def throughput(
     model: Annotated[str, flag("SHAPE", "Named model shape.")] = "llama2-70b",
     precision: Annotated[
         str | None,
-        flag("bf16|fp8|fp4", "Number format of the layers' matrix products. Default: that of --machine, else fp8."),
+        flag(
+            "fp32|bf16|fp8|fp4",
+            "Number format of the layers' matrix products; fp32 only with --machine, fp4 only with --gpu. Default: "
+            "that of --machine, else fp8.",
+        ),
     ] = None,
     nodes: Annotated[int, flag("N", "Nodes in the rack.")] = 1,
     gpus_per_node: Annotated[int, flag("N", "GPUs per node; each holds a copy of the model.")] = 1,

@@ -21,6 +21,7 @@ from megatoken.errors import UsageError
 from megatoken.planning.figures import Input, Plan, Result, State, Table
 from megatoken.planning.rack_simulation import NodeRun, Progress, Rack, mean_cost, simulate_rack
 from megatoken.planning.throughput import choose
+from megatoken.text import count_of
 
 SOFTWARE = tuple(SECONDS_PER_SEQUENCE)
 MOST_MINUTES = 24 * 60  # a rate settles long before
@@ -76,6 +77,11 @@ def throughput(
         raise UsageError(
             f"--gpus-per-node {gpus_per_node}: {machine.source} is of a processor, {machine.name}, and the engine uses "
             "all of it once; leave it out, or give --nodes for several such machines"
+        )
+    if machine is not None and software != "megatoken":
+        raise UsageError(
+            f"--software {software}: a prediction from {machine.source} is of this engine; leave it out, or simulate a "
+            "GPU with --gpu"
         )
     rack = Rack.of(model, config, name, nodes=nodes, gpus_per_node=gpus_per_node)
     rack = replace(rack, machine=machine)
@@ -155,8 +161,11 @@ def _inputs(
     rack: Rack, simulation: Simulation, lengths: NDArray[np.int64], seconds: float, software: str, lengths_source: str
 ) -> tuple[Input, ...]:
     memory = simulation.memory
-    per_sequence = SECONDS_PER_SEQUENCE[software] * 1e6
     state: State = "measured" if software == "megatoken" else "estimate"
+    per_sequence = SECONDS_PER_SEQUENCE[software] * 1e6
+    overhead = [Input("software", per_sequence, "us per step and sequence", state, _SOURCES[software])]
+    if simulation.gpu is None:  # a processor waits for no host, and the time beyond its kernels has rows of its own
+        overhead = []
     derived = "memory plan of the engine"
     mean_input, mean_output = (float(mean) for mean in lengths.mean(axis=0))
     return (
@@ -166,7 +175,7 @@ def _inputs(
         Input("cache", memory.cache_tokens, "tokens", "estimate", derived),
         Input("input tokens", mean_input, "tokens/request, mean", "given", lengths_source),
         Input("output tokens", mean_output, "tokens/request, mean", "given", lengths_source),
-        Input("software", per_sequence, "us per step and sequence", state, _SOURCES[software]),
+        *overhead,
         Input("requests start within", seconds, "s", "given", "virtual time"),
     )
 
@@ -182,7 +191,8 @@ def _rates(rack: Rack, simulation: Simulation) -> Iterator[Input]:
     if machine is not None and gpu is None:
         rates = machine.processor_rates(scheme_of(rack.config))
         for tokens, rate in rates.products:
-            yield Input(f"products of {tokens:.0f} tokens", rate / 1e9, "GFLOP/s", "measured", machine.source)
+            name = f"products of {count_of(round(tokens), 'token')}"
+            yield Input(name, rate / 1e9, "GFLOP/s", "measured", machine.source)
         yield Input("attention of decodes", rates.decode_attention / 1e9, "GB/s", "measured", machine.source)
         yield Input("attention of prompts", rates.prompt_attention / 1e9, "GFLOP/s", "measured", machine.source)
         yield Input("a step beyond its kernels", rates.step_seconds * 1e3, "ms", "estimate", machine.source)
