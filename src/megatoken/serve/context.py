@@ -240,7 +240,7 @@ def engine_requests(
             ignore_end_token=body.ignore_eos,
             min_tokens=body.min_tokens,
             bad_words=tuple(body.bad_words),
-            allowed_token_ids=tuple(body.allowed_token_ids),
+            allowed_token_ids=tuple(body.allowed_token_ids or ()),
             cache_salt=tenant_salt,
             **fields,
         )

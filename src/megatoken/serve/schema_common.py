@@ -219,7 +219,7 @@ class GenerationFields(SamplingFields):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] = Field(default_factory=dict)
-    allowed_token_ids: Items[TokenId] = Field(default_factory=list, min_length=1, max_length=MOST_TOKEN_IDS)
+    allowed_token_ids: Items[TokenId] | None = Field(default=None, min_length=1, max_length=MOST_TOKEN_IDS)
     bad_words: Items[BadWord] = Field(default_factory=list, max_length=MOST_BAD_WORDS)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     include_stop_str_in_output: bool = False

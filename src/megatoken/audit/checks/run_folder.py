@@ -200,7 +200,12 @@ _CHECKS = (
 
 
 _OF_EVERY_RUN = (
-    *(replay.metrics, replay.verdict, run_facts.configuration, run_facts.memory, run_facts.times, replay.notes),
+    replay.metrics,
+    replay.verdict,
+    run_facts.configuration,
+    run_facts.memory,
+    run_facts.times,
+    replay.notes,
 )
 
 
