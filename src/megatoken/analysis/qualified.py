@@ -17,7 +17,7 @@ from megatoken.engine.schemes import LinearScheme, scheme_of
 from megatoken.engine.simulated import CONTEXT_BYTES
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import mapping
-from megatoken.hardware.qualify.judge import CONTENTION, MOST_NAMED, Verdict
+from megatoken.hardware.qualify.judge import MOST_NAMED, Verdict, waited
 from megatoken.hardware.qualify.references import read_document
 from megatoken.hardware.qualify.shapes import (
     CPU_LOAD,
@@ -29,7 +29,7 @@ from megatoken.hardware.qualify.shapes import (
     is_large_product,
     products_of,
 )
-from megatoken.text import count_of, is_number, precise
+from megatoken.text import count_of, precise
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -112,7 +112,7 @@ class Machine:
         used = [name for name in self.value_names(scheme_of(config)) if name in self.values]
         noisy = [self.noisy[name] for name in used if name in self.noisy]
         if noisy:
-            waits = [wait for wait in noisy if wait > CONTENTION]
+            waits = list(filter(waited, noisy))
             cause = f", and {len(waits)} waited for a core, up to {max(waits):.0%} of their time" if waits else ""
             are = "is" if len(noisy) == 1 else "are"
             yield (
@@ -227,14 +227,9 @@ def machine_of(document: Mapping[str, Any], source: str) -> Machine:
         {name: float(value["median"]) for name, value in values.items() if value["median"] > 0},
         {name: len(value["windows"]) for name, value in values.items()},
         memory,
-        {name: _core_wait(value) for name, value in values.items() if value.get("noisy") is True},
+        {name: value.get("core_wait_share") or 0.0 for name, value in values.items() if value.get("noisy") is True},
         tuple(_doubts(document, source)),
     )
-
-
-def _core_wait(value: Mapping[str, Any]) -> float:
-    wait = value.get("core_wait_share")
-    return wait if is_number(wait) else 0.0
 
 
 def _doubts(document: Mapping[str, Any], source: str) -> Iterator[str]:

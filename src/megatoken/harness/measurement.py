@@ -34,6 +34,7 @@ from megatoken.harness.progress import ExpectedWork, Progress, seconds_left
 from megatoken.harness.protocols import Answers, Load, Record
 from megatoken.harness.text_stages import TextStages
 from megatoken.mlperf.draws import PoissonSchedule
+from megatoken.runs.reasons import Reason
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.targets import HasFileno, RemoteTarget, ReplicaReading, SampleEvent, Target
 
@@ -231,6 +232,10 @@ class Measurement:
         rows += [self._end(number, "cancelled", last_ns=None) for number in cut]
         if rows:
             self._record.add_samples(rows)
+
+    def findings(self) -> list[Reason]:
+        """What the answers have shown of a server; empty of other targets."""
+        return [] if self._remote is None else self._remote.findings(self.start_ns)
 
     def note_state(self) -> None:
         """Adds a row to the time series, notes the memory and refreshes the live line."""

@@ -40,7 +40,7 @@ from megatoken.mlperf.rules import ClientCapacity
 from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.tables import SampleRow
 from megatoken.runs.writer import RunFolder
-from megatoken.targets import RemoteTarget, Target
+from megatoken.targets import Target
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -180,13 +180,12 @@ class TestSession:
 
     def _conclude(self, config: RunConfig, folder: RunFolder, measurement: Measurement, log: DetailLog) -> None:
         requests, _ = folder.end_recording()
-        findings = self.target.findings(measurement.start_ns) if isinstance(self.target, RemoteTarget) else []
         folder.add_facts(
             {"core_wait_share": measurement.core_wait.share(), **self.target.outcome(measurement.start_ns)}
         )
         folder.add_facts(
             {
-                "notes": [*end_notes(folder.facts, requests), *findings],
+                "notes": [*end_notes(folder.facts, requests), *measurement.findings()],
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
                 **({"output_characters": self.text.characters} if self.text else {}),
             }

@@ -122,7 +122,7 @@ def test_a_link_to_the_host_below_its_generation_is_counted(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", StandInNvml(CurrPcieLinkGeneration=now))
     monkeypatch.setattr(gpu_copies, "device_uuid", lambda: "GPU-0")
-    assert gpu_copies._generations_missing() == missing
+    assert gpu_copies._generations_missing(gpu_copies._gpu()) == missing
 
 
 def test_a_gpu_without_a_link_that_the_others_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

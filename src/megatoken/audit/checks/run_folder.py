@@ -214,8 +214,9 @@ def _not_made(tree: Tree, path: str, files: Sequence[str]) -> Iterator[Observati
     logged = (run_facts.counts,) if below(path, LOG) in tree.files else ()
     qualified = (run_facts.qualification,) if below(path, QUALIFICATION) in tree.files else ()
     found = f"not checked, because files are missing or damaged: {', '.join(files)}"
+    unanswered = outcome(None, WHOLE, found, places(*(below(path, name) for name in files)))
     for one in (*_OF_EVERY_RUN, *logged, *qualified):
-        yield from one.observations(outcome(None, WHOLE, found, places(*(below(path, name) for name in files))))
+        yield from one.observations(unanswered)
 
 
 def _detail_log(tree: Tree, path: str) -> DetailLog | None:

@@ -18,7 +18,7 @@ import torch
 from megatoken.engine.gpus import gpus
 from megatoken.errors import CapacityError
 from megatoken.hardware.inventory import cpu
-from megatoken.hardware.nvml import nvml_gpu
+from megatoken.hardware.nvml import NvmlGpu, nvml_gpu
 from megatoken.hardware.qualify.exact import different_elements
 from megatoken.hardware.qualify.fleet import graded_parts
 from megatoken.hardware.qualify.gpu_timing import DEVICE, device_uuid, gpu_seconds
@@ -56,7 +56,7 @@ def copies(setting: Setting) -> Outcomes:
 
     out_stream, in_stream = (torch.cuda.Stream(DEVICE) for _ in range(2))  # type: ignore[no-untyped-call]
     calls = max(1, round(BOTH_WAYS_FACTOR * setting.seconds / setting.windows / max(seconds[0], 1e-6)))
-    windows, missing = [], None
+    gpu, windows, missing = _gpu(), [], None
     for _ in range(setting.windows):
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -65,7 +65,7 @@ def copies(setting: Setting) -> Outcomes:
                 host_back.copy_(on_gpu, non_blocking=True)
             with torch.cuda.stream(in_stream):
                 back.copy_(host, non_blocking=True)
-        missing = _generations_missing()  # while copies run: a link without traffic falls back to save power
+        missing = _generations_missing(gpu)  # while copies run: a link without traffic falls back to save power
         torch.cuda.synchronize()
         windows.append(2 * size * calls / (time.perf_counter() - began) / 1e9)
     both = bound and Bound(2 * bound.value, f"both directions of {bound.formula}")
@@ -89,11 +89,9 @@ def _link() -> Bound | None:
     return Bound(TRANSFERS_PER_LANE[generation] * lanes / 8 * ENCODING, f"PCIe {generation} x{lanes}")
 
 
-def _generations_missing() -> int | None:
+def _generations_missing(gpu: NvmlGpu | None) -> int | None:
     """By how much the link to the host is now below what GPU and host can do; None where NVML does not say."""
-    try:
-        gpu = nvml_gpu(device_uuid())
-    except CapacityError:
+    if gpu is None:
         return None
     most, now = (gpu.ask(f"nvmlDeviceGet{which}PcieLinkGeneration") for which in ("Max", "Curr"))
     return None if most is None or now is None else max(0, most - now)
@@ -101,10 +99,14 @@ def _generations_missing() -> int | None:
 
 def _facts() -> dict[str, Any]:
     """Of the first GPU by NVML; empty without it."""
+    return {} if (gpu := _gpu()) is None else gpu.facts()
+
+
+def _gpu() -> NvmlGpu | None:
     try:
-        return nvml_gpu(device_uuid()).facts()
+        return nvml_gpu(device_uuid())
     except CapacityError:
-        return {}
+        return None
 
 
 @torch.inference_mode()

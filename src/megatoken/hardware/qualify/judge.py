@@ -114,6 +114,11 @@ def overall(tests: Sequence[Mapping[str, Any]]) -> Verdict:
     return verdict
 
 
+def waited(core_wait_share: float | None) -> bool:
+    """Whether a value waited for cores so much that it says little about the machine."""
+    return (core_wait_share or 0.0) > CONTENTION
+
+
 def is_noisy(
     value: Value,
     core_wait_share: float | None,
@@ -127,7 +132,7 @@ def is_noisy(
     """
     if value.better in COUNTS:
         return False
-    if value.spread > NOISY_SPREAD or value.drift > NOISY_DRIFT or (core_wait_share or 0.0) > CONTENTION:
+    if value.spread > NOISY_SPREAD or value.drift > NOISY_DRIFT or waited(core_wait_share):
         return True
     in_all, in_best = (
         any(one.verdict is Verdict.FAIL for one in _compared(value, median, band, earlier, between_runs))
@@ -166,8 +171,9 @@ def judge(
         return Judged(Verdict.FAIL, f"measurement error: {share:.0%} of what is possible ({bound.formula})")
     compared = list(_compared(outcome, outcome.median, band, earlier, between_runs))
     if not compared:
-        waited = earlier is not None and earlier.waited
-        return Judged(Verdict.NO_REFERENCE, "the baseline's value waited for cores: no reference" if waited else "")
+        no_reference = earlier is not None and earlier.waited
+        reason = "the baseline's value waited for cores: no reference" if no_reference else ""
+        return Judged(Verdict.NO_REFERENCE, reason)
     judged = max(compared, key=lambda one: ORDER.index(one.verdict))
     if judged.verdict is Verdict.PASS or not (noisy or taken_share):
         return judged
@@ -178,7 +184,7 @@ def judge(
         allowed = f"{number(_far_limit(slowest, outcome.better, taken_share))} {outcome.unit} is allowed"
         reference = f"the baseline's slowest had {number(slowest)} {outcome.unit}, {allowed}"
         return Judged(Verdict.FAIL, f"{'noisy, and ' if noisy else ''}{found}; {reference}")
-    if (core_wait_share or 0.0) > CONTENTION:
+    if waited(core_wait_share):
         cause = f"it waited for a core {core_wait_share:.0%} of its time: stop other work and repeat"
         return Judged(Verdict.MARGINAL, f"{judged.reason}; {cause}")
     if noisy:
@@ -212,7 +218,7 @@ def far_behind(
     """
     limit = _far_limit(slowest, better, taken_share)
     is_behind = fastest > limit if better == "lower" else fastest < limit
-    return is_behind and (core_wait_share or 0.0) <= CONTENTION
+    return is_behind and not waited(core_wait_share)
 
 
 def _far_limit(slowest: float, better: str, taken_share: float) -> float:
@@ -317,7 +323,7 @@ def _trust(values: Sequence[Mapping[str, Any]]) -> str:
     if not noisy:
         all_of_them = f"All {len(speeds)} speeds were" if len(speeds) > 1 else "The only speed was"
         return f"{all_of_them} steady within 5 %, so later qualifications can be compared."
-    waits = [wait for value in noisy if (wait := value["core_wait_share"] or 0.0) > CONTENTION]
+    waits = [value["core_wait_share"] for value in noisy if waited(value["core_wait_share"])]
     cause = ""
     if waits:
         of_time = f"up to {max(waits):.0%} of the time"

@@ -15,12 +15,12 @@ from megatoken.hardware.qualify.catalog import Device, HardwareTest, visible_nam
 from megatoken.hardware.qualify.fleet import FEWEST, different_parts, graded_parts
 from megatoken.hardware.qualify.judge import Judged, Verdict, answer, far_behind, overall, verdict_of_test, worst
 from megatoken.hardware.qualify.processes import Ended, Returned
+from megatoken.hardware.qualify.references import MARK, SPREAD
 from megatoken.hardware.qualify.session import entry_of_test, qualify
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 from megatoken.text import number
 
-SPREAD = HardwareTest("spread", "Differences between like parts", "")
-MARK = "@"
+DIFFERENCES = HardwareTest(SPREAD, "Differences between like parts", "")
 
 
 def gpus_here() -> list[str]:
@@ -200,7 +200,7 @@ def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[s
             outcomes.append(Value(f"ratio_{name}", f"{title}: lower over higher", "ratio", [ratio], ""))
     if not outcomes:
         return []
-    entry = entry_of_test(SPREAD, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)
+    entry = entry_of_test(DIFFERENCES, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)
     for value in entry["values"]:
         if (known := judged.get(value["name"])) is not None:
             value |= {"verdict": known.verdict, "reason": known.reason}

@@ -14,7 +14,7 @@ from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
 from megatoken.hardware.qualify.catalog import Device
-from megatoken.hardware.qualify.judge import CONTENTION, Band, Earlier, Verdict, overall, verdict_of_test
+from megatoken.hardware.qualify.judge import Band, Earlier, Verdict, overall, verdict_of_test, waited
 from megatoken.hardware.qualify.values import SPEEDS
 from megatoken.text import is_number
 
@@ -35,8 +35,8 @@ OF_THE_HOST = (
 """How the names of speeds begin that cores and disk of the host decide, next to a GPU."""
 SHORT_COLLECTIVES = (f"_{2**14}", f"_{2**20}")
 """How those end of collectives between GPUs whose time the host decides."""
-SPREAD = "spread"
-"""The test that compares like parts, see ``parts``."""
+SPREAD, MARK = "spread", "@"
+"""The test that compares like parts, see ``parts``, and what stands before a part in the names of its tests."""
 MEDIAN_ERROR = 1e-6
 """Relative: how far a stored median may be from that of its windows."""
 
@@ -60,8 +60,13 @@ def band(part: str, name: str, unit: str) -> Band | None:
     return Band(BELOW_LOWEST * min(values), ABOVE_HIGHEST * max(values), sources)
 
 
-def taken_share(device: Device, name: str) -> float:
-    """Of the speed of this name: what other machines on the host of a virtual machine may take of it."""
+def taken_share(device: Device | None, name: str) -> float:
+    """Of the speed of this name: what other machines on the host of a virtual machine may take of it.
+
+    ``device``: which form of the tests measured it; None on a real machine.
+    """
+    if device is None:
+        return 0.0
     if device == "cpu":
         return CLOCK_SHARE if name == CORE_CLOCK else CORE_SHARE
     return CORE_SHARE if name.startswith(OF_THE_HOST) or name.endswith(SHORT_COLLECTIVES) else 0.0
@@ -126,7 +131,7 @@ def _damage(document: Mapping[str, Any]) -> str | None:
         for index, value in enumerate(values):
             if not isinstance(value, Mapping):
                 return f"tests[{number}]: values[{index}] is not an object"
-            of_parts = (name or "").partition("@")[0] == SPREAD
+            of_parts = (name or "").partition(MARK)[0] == SPREAD
             if (problem := _damage_of_value(value) or _damage_of_count(value, of_parts=of_parts)) is not None:
                 return f"tests[{number}]: values[{index}]: {problem}"
             if value["name"] == CORE_CLOCK and device in gpus():
@@ -200,7 +205,7 @@ def read_baseline(path: Path, device: str) -> dict[tuple[str, str, str], Earlier
             test["runs"] if is_number(test.get("runs")) else 1,
             _slowest(value),
             value.get("noisy") is True,
-            (value.get("core_wait_share") or 0.0) > CONTENTION,
+            waited(value.get("core_wait_share")),
         )
         for test in document["tests"]
         for value in test["values"]

@@ -85,7 +85,9 @@ def qualify(
             if name.endswith(suffix)
         }
     shared_by = device if machine["cpu"]["virtual"] else None
-    shared_host = SHARED_HOST if shared_by and baseline is not None else None
+    remarks = [capped] if capped else []
+    if shared_by and baseline is not None:
+        remarks.append(SHARED_HOST)
     began = time.monotonic()
     measured: dict[str, float] = {}
     errors = ERRORS_OF_ALL if all(test.whole for test in tests) else ERRORS
@@ -133,7 +135,7 @@ def qualify(
                 queue.append(min(slow, key=lambda index: len(runs[index])))
         if (counted := watch.ended()).returned:
             results.append(entry_of_test(errors, [counted], "", {}, 0.0))
-        notes = [one for one in (capped, shared_host) if one]
+        notes = list(remarks)
         compared = any(value.get("baseline") is not None for result in results for value in result["values"])
         if baseline is not None and not queue and not compared:
             notes.append(f"No value is in the baseline {baseline} under the same name, title and unit.")
@@ -205,7 +207,7 @@ def entry_of_test(
     part: str,  # finds published values
     earlier: dict[tuple[str, str, str], Earlier],
     between_runs: float,  # see ``tolerance``
-    shared_by: Device | None = None,  # the form, see ``taken_share``, on a virtual machine
+    shared_by: Device | None = None,  # see ``taken_share``
 ) -> dict[str, Any]:
     """A test in the document: the values of all its runs with their verdicts."""
     values = [_value_entry(one, part, earlier, between_runs, shared_by) for one in merged(runs)]
@@ -259,7 +261,7 @@ def _value_entry(
     published = band(part, outcome.name, outcome.unit)
     before = earlier.get((outcome.name, outcome.title, outcome.unit))
     noisy = is_noisy(outcome, one.core_wait_share, published, before, between_runs)
-    taken = taken_share(shared_by, outcome.name) if shared_by else 0.0
+    taken = taken_share(shared_by, outcome.name)
     judged = judge(
         outcome,
         published,

@@ -219,8 +219,7 @@ class _Sweep:
             )
             return
         requests, _ = folder.end_recording()
-        findings = self.target.findings(measurement.start_ns) if isinstance(self.target, RemoteTarget) else []
-        folder.add_facts({"notes": [*end_notes(folder.facts, requests), *findings]})
+        folder.add_facts({"notes": [*end_notes(folder.facts, requests), *measurement.findings()]})
         if answers is not None:
             answers.close()
         concluded = concluded_point(folder.facts, requests)
