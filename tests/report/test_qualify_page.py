@@ -12,6 +12,7 @@ import pytest
 
 from cli_support import call_here
 from megatoken.hardware.qualify.parts import joined
+from megatoken.report.blocks import Table
 from megatoken.report.console import show
 from megatoken.report.documents import checked
 from megatoken.report.page import page
@@ -185,15 +186,19 @@ def test_the_report_ends_with_the_command_that_predicts_a_rate(
     assert "plan throughput" not in capsys.readouterr().out
 
 
-def names_in_table(found: dict[str, Any]) -> list[str]:
-    """The first column of the table of values."""
+def table_of_values(found: dict[str, Any]) -> Table:
     (values,) = [
         block
         for part in document_view(checked(found, "qualify.json")).sections
         for block in part.blocks
-        if getattr(block, "caption", "") == "Values"
+        if isinstance(block, Table) and block.caption == "Values"
     ]
-    return [row[0] for row in values.rows]
+    return values
+
+
+def names_in_table(found: dict[str, Any]) -> list[str]:
+    """The first column of the table of values."""
+    return [row[0] for row in table_of_values(found).rows]
 
 
 def test_a_value_names_its_gpu_and_node_once() -> None:
@@ -214,3 +219,13 @@ def test_a_value_names_its_gpu_and_node_once() -> None:
         "Tests of node gamma",
     ]
     assert rack["answer"][1] == "GPU 0 of node alpha reads memory at 4,300 GB/s."
+
+
+def test_steady_values_that_others_on_the_host_may_slow_are_marked() -> None:
+    made = document(CPU, "Decode step", None)
+    assert {row[2].strip() for row in table_of_values(made).rows} == {""}
+    for value, noisy in zip(made["tests"][0]["values"], (False, True), strict=False):
+        value |= {"taken_share": 0.625, "windows": [value["median"]] * 2, "noisy": noisy}
+    found = table_of_values(made)
+    assert [row[2].strip() for row in found.rows[:3]] == ["1.0 ~", "1.0 !", ""]
+    assert "~: steady, but other virtual machines of the host may slow it next time." in found.note

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -387,3 +389,21 @@ def test_windows_begin_without_a_gap_after_the_warm_up(tiny: Setting, monkeypatc
     setting = replace(tiny, warm_up_seconds=0.05, seconds=0.03, windows=3)
     assert gpu_timing._windows(run, 0.001, setting) == [pytest.approx(0.001)] * 3
     assert done == ["call"] * (50 + 3 * 10) + ["wait"]
+
+
+def test_windows_in_pieces_all_see_the_same_swing_of_the_clock(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls get slower and faster again by 8 %, once in the time of all windows."""
+    calls = 700
+
+    def run() -> None:
+        StandInEvent.now += 0.001 * (1 + 0.04 * math.sin(2 * math.pi * StandInEvent.now / (calls * 0.001)))
+
+    monkeypatch.setattr(gpu_timing, "timing_event", StandInEvent)
+    monkeypatch.setattr(StandInEvent, "now", 0.0)
+    setting = replace(tiny, warm_up_seconds=0.0, seconds=0.7, windows=7)
+    in_pieces = replace(setting, pieces=gpu_timing.PIECES)
+    whole, pieces = (gpu_timing._windows(run, 0.001, one) for one in (setting, in_pieces))
+    assert max(whole) / min(whole) > 1.05 and max(pieces) / min(pieces) < 1.01
+    assert statistics.mean(pieces) == pytest.approx(statistics.mean(whole), rel=0.002)
+    few = gpu_timing._windows(run, 0.03, in_pieces)  # three calls a window
+    assert len(few) == 7 and statistics.mean(few) == pytest.approx(0.001, rel=0.05)

@@ -398,7 +398,15 @@ def test_sentences_about_one_value_or_none_say_what_was_judged() -> None:
     clock |= {"verdict": "PASS", "noisy": False}
     health, _, steady = answer(document)
     assert health == "No fault was found: 1 value passes, 0 are marginal, 0 have no reference and 0 did not run."
-    assert steady.startswith("The only speed was steady within 5 %")
+    assert steady == "The only speed was steady within 5 %, so later qualifications can be compared."
+    clock |= {"taken_share": 0.25}
+    slowed = "other virtual machines of the host may slow"
+    assert answer(document)[2] == f"The only speed was steady within 5 %, but {slowed} it next time."
+    document["tests"][0]["values"] = [clock, clock]
+    assert answer(document)[2] == f"All 2 speeds were steady within 5 %, but {slowed} 2 of them next time."
+    document["tests"][0]["values"] = [clock | {"noisy": True}, clock]
+    assert answer(document)[2] == f"1 of 2 speeds is noisy and may differ by over 5 % next time, and {slowed} 1 more."
+    document["tests"][0]["values"] = [clock]
     clock |= {"windows": [2.5]}
     assert answer(document)[2] == "No speed was measured in several windows."
     clock |= {"verdict": "NOT RUN", "windows": []}

@@ -6,7 +6,7 @@ import torch
 
 from megatoken.engine.config import SHAPES
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
-from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds, settled
+from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds, limited_by_power
 from megatoken.hardware.qualify.shapes import GPU_ATTENTION
 from megatoken.hardware.qualify.timing import on_the_best_core, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
@@ -49,7 +49,7 @@ def kernels(setting: Setting) -> Outcomes:
         )
 
     title = f"Decode attention, {SEQUENCES} sequences of {CONTEXT} tokens, fp8 cache"
-    rate = rates((k.nbytes + v.nbytes) / 1e9, gpu_seconds(attention, settled(setting)))
+    rate = rates((k.nbytes + v.nbytes) / 1e9, gpu_seconds(attention, limited_by_power(setting)))
     yield Value("decode_attention", title, "GB/s", rate, bound=bound)
 
     starts = torch.arange(0, (PROMPTS + 1) * PROMPT_TOKENS, PROMPT_TOKENS, dtype=torch.int32, device=DEVICE)
@@ -74,7 +74,7 @@ def kernels(setting: Setting) -> Outcomes:
 
     operations = 4 * PROMPTS * PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2 * HEADS * HEAD_DIM
     title = f"Prompt attention, {PROMPTS} prompts of {PROMPT_TOKENS:,} tokens, fp8 cache"
-    rate = rates(operations / 1e12, gpu_seconds(prompts, setting))
+    rate = rates(operations / 1e12, gpu_seconds(prompts, limited_by_power(setting)))
     most = None if sheet is None else Bound(sheet.operations_per_second["bf16"] / 1e12, "data sheet, dense bf16")
     yield Value("prompt_attention", title, "TFLOP/s", rate, bound=most)
 

@@ -18,7 +18,7 @@ from megatoken.hardware.qualify.gpu_timing import (
     gaussian,
     gaussian_e4m3,
     gpu_seconds,
-    settled,
+    limited_by_power,
 )
 from megatoken.hardware.qualify.shapes import GPU_LAYERS, Product, bound_seconds, products_of
 from megatoken.hardware.qualify.timing import rates
@@ -66,7 +66,7 @@ class Weights:
 @torch.inference_mode()
 def gemm(setting: Setting) -> Outcomes:
     """Squares in bf16 and fp8, one after the other without a pause, so that power limits them as in real work."""
-    sheet, setting = start(), settled(setting)
+    sheet, setting = start(), limited_by_power(setting)
     for precision, scaling in SCALINGS.items():
         if obstacle := gpu_obstacle(find_scheme(precision)):
             yield NotRun(f"gemm_{precision}", f"{precision} products", obstacle, "take a GPU that has it")
@@ -82,7 +82,7 @@ def gemm(setting: Setting) -> Outcomes:
 @torch.inference_mode()
 def formats(setting: Setting) -> Outcomes:
     """One square in fp32, tf32, int8 and fp8 scaled by row, not by tensor."""
-    sheet = start()
+    sheet, setting = start(), limited_by_power(setting)
     side = min(MOST_SIDE, max(setting.sides))
     work = 2e-12 * side**3
     bf16 = None if sheet is None else sheet.operations_per_second.get("bf16")
@@ -123,7 +123,7 @@ def layer_products(setting: Setting) -> Outcomes:
     if obstacle := gpu_obstacle(find_scheme("fp8")):
         yield NotRun("layer_products_fp8", "fp8 products of layers", obstacle, "take a GPU that has fp8")
         return
-    setting = settled(setting)
+    setting = limited_by_power(setting)
     for shape in GPU_LAYERS.shapes:
         products = products_of(SHAPES[shape])
         weights = Weights("tensor", products, LAYERS)
@@ -157,7 +157,7 @@ def zeros(setting: Setting) -> Outcomes:
         return
     product = products_of(SHAPES["llama2-70b"])[2]
     work = ZEROS_LAYERS * product.operations(ZEROS_TOKENS) / 1e12
-    setting = settled(setting)
+    setting = limited_by_power(setting)
     found = []
     for equal in (None, 0.0, 1.0):
         call = Weights("tensor", [product], ZEROS_LAYERS, equal=equal).call(0, ZEROS_TOKENS)

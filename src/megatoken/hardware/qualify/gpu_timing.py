@@ -28,6 +28,8 @@ GRAPH_SECONDS, GRAPH_KERNELS = 1e-3, 100
 """A graph takes about the first, and has at least so many kernels: a slow host makes each look long."""
 SETTLED_SECONDS = 1.5
 """After a pause the power limit lets the clock rise too high, and then fall by a sixth, all in 1.4 seconds."""
+PIECES = 10
+"""Later the clock still swings by up to 8 % within 0.7 seconds: windows in so many pieces all see the same swing."""
 BATCH = 16
 E4M3_SPREAD = 90.0
 """Standard deviation of random e4m3 values: the whole range is used and little of it saturates."""
@@ -57,9 +59,9 @@ def timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def settled(setting: Setting) -> Setting:
+def limited_by_power(setting: Setting) -> Setting:
     """The setting of a value that power limits and that is measured after a pause."""
-    return replace(setting, warm_up_seconds=max(setting.warm_up_seconds, SETTLED_SECONDS))
+    return replace(setting, warm_up_seconds=max(setting.warm_up_seconds, SETTLED_SECONDS), pieces=PIECES)
 
 
 def repeat_for(seconds: float, run: Callable[[], Any]) -> tuple[int, float]:
@@ -103,20 +105,23 @@ def gpu_seconds(run: Callable[[], Any], setting: Setting, kernels: int = 1) -> l
 def _windows(run: Callable[[], Any], each: float, setting: Setting) -> list[float]:
     """Mean seconds of a call in each window, where it takes about ``each``.
 
-    There is no gap after the warm-up, in which the clock could rise.
+    There is no gap after the warm-up, in which the clock could rise. The windows take their pieces in turn.
     """
     for _ in range(round(setting.warm_up_seconds / each)):
         run()
     in_window = max(1, round(setting.seconds / setting.windows / each))
+    pieces = min(setting.pieces, in_window)
+    in_piece = in_window // pieces
     events = [timing_event()]
     events[0].record()
-    for _ in range(setting.windows):
-        for _ in range(in_window):
+    for _ in range(pieces * setting.windows):
+        for _ in range(in_piece):
             run()
         events.append(timing_event())
         events[-1].record()
     torch.cuda.synchronize()
-    return [first.elapsed_time(second) / 1e3 / in_window for first, second in pairwise(events)]
+    seconds = [first.elapsed_time(second) / 1e3 for first, second in pairwise(events)]
+    return [sum(seconds[window :: setting.windows]) / (pieces * in_piece) for window in range(setting.windows)]
 
 
 def _launch_and_run_seconds(run: Callable[[], Any]) -> tuple[float, float]:

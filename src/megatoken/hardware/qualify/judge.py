@@ -315,18 +315,23 @@ def _headlines(values: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _trust(values: Sequence[Mapping[str, Any]]) -> str:
-    """How many speeds are steady; rates that are only recorded do not count, nor those of one window."""
+    """How many speeds will repeat; rates that are only recorded do not count, nor those of one window."""
     speeds = [value for value in values if len(value.get("windows") or ()) > 1 and value["better"] in SPEEDS]
     noisy = [value for value in speeds if value["noisy"]]
+    shared = sum(bool(value.get("taken_share")) for value in speeds if not value["noisy"])
     if not speeds:
         return "No speed was measured in several windows."
     if not noisy:
-        all_of_them = f"All {len(speeds)} speeds were" if len(speeds) > 1 else "The only speed was"
-        return f"{all_of_them} steady within 5 %, so later qualifications can be compared."
-    waits = [value["core_wait_share"] for value in noisy if waited(value["core_wait_share"])]
-    cause = ""
-    if waits:
-        of_time = f"up to {max(waits):.0%} of the time"
-        cause = f"; {len(waits)} waited for a core, {of_time}: stop other work and repeat"
+        several = len(speeds) > 1
+        steady = f"{f'All {len(speeds)} speeds were' if several else 'The only speed was'} steady within 5 %"
+        if shared:
+            slowed = f"{shared} of them" if several else "it"
+            return f"{steady}, but other virtual machines of the host may slow {slowed} next time."
+        return f"{steady}, so later qualifications can be compared."
     counted = f"{len(noisy)} of {count_of(len(speeds), 'speed')} {_is(len(noisy))} noisy"
-    return f"{counted} and may differ by over 5 % next time{cause}."
+    found = f"{counted} and may differ by over 5 % next time"
+    if shared:
+        found += f", and other virtual machines of the host may slow {shared} more"
+    if waits := [value["core_wait_share"] for value in noisy if waited(value["core_wait_share"])]:
+        found += f"; {len(waits)} waited for a core, up to {max(waits):.0%} of the time: stop other work and repeat"
+    return f"{found}."

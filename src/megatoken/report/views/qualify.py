@@ -152,6 +152,8 @@ def _values(tests: list[Document]) -> Table:
         Field("Verdict", lambda value: _badge(value.text("verdict"))),
     ]
     note = "!: noisy, may differ by over 5 % next time. Bound: share of it."
+    if any(_is_shared(value) for value in values):
+        note += " ~: steady, but other virtual machines of the host may slow it next time."
     if any(_above_measured(value) for value in values):
         note += " *: above its bound, which was measured itself, at another moment."
     if any(value.part("band").values for value in values):
@@ -197,7 +199,11 @@ def _median(value: Document) -> str:
 def _spread(value: Document) -> str:
     unknown = value.text("better") in (*COUNTS, "same") or len(value.values.get("windows") or ()) < 2
     text = "" if unknown else _percent(value.number("spread"), ".1f")
-    return text + (" !" if value.flag("noisy") else "  ")
+    return text + (" !" if value.flag("noisy") else " ~" if _is_shared(value) else "  ")
+
+
+def _is_shared(value: Document) -> bool:
+    return bool(value.text("better") in SPEEDS and not value.flag("noisy") and value.number("taken_share"))
 
 
 def _share(value: Document) -> str:
