@@ -378,7 +378,7 @@ def test_a_switch_takes_a_value_or_none(
             "bad.yaml:2: unknown key 'engine.max_batched_token'; did you mean engine.max_batched_tokens?",
         ),
         ("{tmp}/none.yaml", "none.yaml: cannot be read"),
-        ("a.yaml b.yaml", "unexpected extra argument"),
+        ("a.yaml b.yaml", "unexpected extra argument: b.yaml; see megatoken run --help"),
         ("-x", "No such option: -x"),
     ],
 )

@@ -139,7 +139,10 @@ BAD_LINES = {
     "prompt too long": ('{"prompt_token_ids": ' + str([7] * 64) + "}", "64 tokens leaves no room for an answer"),
     "text too long": ('{"prompt": "' + "x" * 99 + '"}', "100 tokens leaves no room"),
     "answer too long": ('{"prompt": "abc", "max_tokens": 61}', "lower max_tokens to 60"),
-    "max_tokens zero": ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0; it must be a whole number, 1 or more"),
+    "max_tokens zero": (
+        '{"prompt": "a", "max_tokens": 0}',
+        "max_tokens is 0; it must be a whole number from 1 to 2147483647",
+    ),
     "max_tokens negative": ('{"prompt": "a", "max_tokens": -5}', "max_tokens is -5"),
     "max_tokens fraction": ('{"prompt": "a", "max_tokens": 2.0}', "max_tokens is 2.0"),
     "max_tokens text": ('{"prompt": "a", "max_tokens": "2"}', 'max_tokens is "2"'),

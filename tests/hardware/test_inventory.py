@@ -84,6 +84,11 @@ def test_the_revision_of_a_checkout(checkout):
     clean = source_revision(checkout / "package")
     assert len(clean["revision"]) == 40
     assert clean["modified"] is False
+    (checkout / "prompts.jsonl").write_text("{}")
+    assert source_revision(checkout / "package") == clean
+    (checkout / "package" / "more.py").write_text("")
+    assert source_revision(checkout / "package") == clean | {"modified": True}
+    (checkout / "package" / "more.py").unlink()
     (checkout / "package" / "module.py").write_text("2")
     assert source_revision(checkout / "package") == clean | {"modified": True}
 

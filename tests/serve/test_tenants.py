@@ -40,6 +40,9 @@ def test_several_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(KEY_VARIABLE, "")
     with pytest.raises(UsageError, match="an API key is empty"):
         load_keys((), None)
+    monkeypatch.setenv(KEY_VARIABLE, "s\u00e9cret")
+    with pytest.raises(UsageError, match="an API key has letters beyond ASCII"):
+        load_keys((), None)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,7 @@ def test_several_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         ("  - {name: a}", "key 'keys.0.key' is missing; add it"),
         ("  - {name: a, key: 8127364512}", "'keys.0.key': must be text that is not empty; put it in quotes"),
         ("  - {name: a, key: ''}", "'keys.0.key': must be text that is not empty; put it in quotes"),
+        ("  - {name: a, key: s\u00e9cret}", "keys.0.key has letters beyond ASCII; give one of ASCII"),
         ("  - {name: a, key: one}\n  - {name: a, key: two}", "two keys have the same name"),
     ],
 )

@@ -137,6 +137,9 @@ def _explained(error: Exception) -> str:
     """The error of a wrong command line; for a value that pydantic refused, in the words of other settings."""
     message = str(error.format_message())  # type: ignore[attr-defined]
     names = getattr(getattr(error, "param", None), "opts", [""])
+    if message.startswith("Got unexpected extra argument"):
+        command = error.ctx.command_path  # type: ignore[attr-defined]
+        return f"unexpected extra argument: {message.partition('(s) (')[2].removesuffix(')')}; see {command} --help"
     if error.__cause__ is None or not names[0].startswith("--"):
         return message.replace(": Value error, ", ": ")
     from pydantic import ValidationError

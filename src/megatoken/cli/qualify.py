@@ -15,7 +15,9 @@ from megatoken.errors import ExitCode, UsageError
 
 
 def qualify(
-    quick: Annotated[bool, typer.Option("--quick", help="Run the quick set: under a minute. The default.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run the quick set: under a minute on an idle machine. The default.")
+    ] = False,
     full: Annotated[bool, typer.Option("--full", help="Run all tests, longer: a few minutes.")] = False,
     tests: Annotated[str | None, flag("NAME,...", "Run only these tests, and the facts that they need.")] = None,
     baseline: Annotated[

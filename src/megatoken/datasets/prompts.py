@@ -36,7 +36,9 @@ def load_prompts(
     digest = hashlib.sha256()
     for place, fields in read_prompt_lines(path, sampling, digest.update):
         if fields.messages:
-            raise DatasetError(f"{place}: messages are for a target that takes text; give prompt or prompt_token_ids")
+            raise DatasetError(
+                f"{place}: messages are only sent to servers (--endpoint); give prompt or prompt_token_ids"
+            )
         ids = fields.prompt
         if isinstance(ids, str):
             if encode is None:

@@ -105,7 +105,7 @@ class Request:
     ``prompt_logprobs``: the same for the tokens of the prompt. ``cache_salt``: only requests of an equal salt share
     cached prefixes.
 
-    ``bad_words``: texts that the answer does not get. Each is encoded as it is and with a space in front; where the
+    ``bad_words``: texts that the answer does not get. Each is encoded without and with a space in front; where the
     answer ends with all tokens of an encoding but the last, that one is not chosen. Other tokens that spell the same
     text remain possible. ``allowed_token_ids``: the only ids that the answer gets; empty for all.
 

@@ -127,11 +127,17 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def source_revision(directory: Path) -> dict[str, Any] | None:
-    """Git revision of the checkout that tracks ``directory`` and whether it differs; None for an installed package."""
+    """Git revision of the checkout that tracks ``directory`` and whether it differs; None for an installed package.
+
+    Of new files only those in ``directory`` count: a file of prompts next to it changes no code.
+    """
     if not _git(directory, "ls-files", "."):
         return None
     revision = _git(directory, "rev-parse", "HEAD")
-    return {"revision": revision, "modified": bool(_git(directory, "status", "--porcelain"))} if revision else None
+    changed = _git(directory, "status", "--porcelain", "--untracked-files=no") or _git(
+        directory, "status", "--porcelain", "."
+    )
+    return {"revision": revision, "modified": bool(changed)} if revision else None
 
 
 def _operating_system() -> str:

@@ -89,15 +89,19 @@ def load_keys(api_keys: Sequence[str], file: Path | None) -> Keys:
 
     Raises:
         ConfigError: the file cannot be used, or two entries have the same key or name.
-        UsageError: a key is empty.
+        UsageError: a key is empty, or not ASCII.
     """
     variable = os.environ.get(KEY_VARIABLE)
     given = list(api_keys) or ([] if variable is None else [key.strip() for key in variable.split(",")])
     if not all(key.strip() for key in given):
         raise UsageError(f"an API key is empty; give a key, or leave --api-key and {KEY_VARIABLE} out")
+    if not all(key.isascii() for key in given):
+        raise UsageError("an API key has letters beyond ASCII, which clients send in different ways; give one of ASCII")
     entries = [(_digest(key), Tenant("default" if at == 0 else f"key-{at + 1}")) for at, key in enumerate(given)]
     if file is not None:
-        for one in read_strict(file, _KeyFile).keys:
+        for number, one in enumerate(read_strict(file, _KeyFile).keys):
+            if not one.key.isascii():
+                raise ConfigError(f"{file}: keys.{number}.key has letters beyond ASCII; give one of ASCII")
             limits = one.model_dump(exclude={"key"})
             entries.append((_digest(one.key), Tenant(**limits)))
     for what, values in (("name", [tenant.name for _, tenant in entries]), ("key", [key for key, _ in entries])):

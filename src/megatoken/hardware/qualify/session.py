@@ -43,8 +43,8 @@ ERRORS = HardwareTest("errors", "Errors that the GPU counted", "")
 ERRORS_OF_ALL = HardwareTest("errors_of_all", "Errors that the GPUs counted", "", whole=True)
 CAPPED_SHARE = 0.98
 SHARED_HOST = (
-    "This is a virtual machine, and others on its host may take up to "
-    f"{CORE_SHARE:.0%} of what its cores, memory and disk do: such speeds fail only if they are slower than that."
+    f"This is a virtual machine, and others on its host may take up to {CORE_SHARE:.0%} of the speed of its cores, "
+    "memory and disk: these fail only if they are slower than that explains."
 )
 CONFIRMATIONS = 4
 """Further runs, of all tests together, before a slow processor fails: some 10 s of the quick set, and only then."""
