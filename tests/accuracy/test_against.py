@@ -62,6 +62,11 @@ def test_bootstrap_is_paired_and_covers() -> None:
     assert bootstrap(ratio, np.zeros(5), np.zeros(5)) == (1, 1, 1)
 
 
+def test_prompts_that_a_statement_with_confidence_needs() -> None:
+    assert [against.prompts_needed(share) for share in (0.5, 0.9, 0.99, 1.0)] == [5, 29, 299, None]
+    assert 1 - 0.05 ** (1 / 299) <= 0.01 < 1 - 0.05 ** (1 / 298)
+
+
 def test_a_wrong_decoder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = against.check_decoders()
     assert [one.wrong for one in checks] == [0] * 5
@@ -76,8 +81,9 @@ def test_a_wrong_decoder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sound_checkpoint(quantized: Path, tmp_path: Path) -> None:
     code, document = compared(quantized, "--out", tmp_path)
-    assert (code, document["verdict"], document["failed"]) == (0, "VALID", [])
-    assert document["samples"] == SAMPLES
+    assert (code, document["verdict"], document["failed"]) == (0, "MEASURED", [])  # of too few prompts to say VALID
+    assert document["samples"] == document["samples_that_can_fail"] == SAMPLES
+    assert document["samples_needed"] == 299
     assert {one["form"] for one in document["weights"]} == {"e2m1"}
     assert all(0.08 < one["relative_rms_error"] < 0.09 < one["worst_block_error"] for one in document["weights"])
     for name in ("next_tokens", "next_tokens_of_answers"):
@@ -89,14 +95,15 @@ def test_a_sound_checkpoint(quantized: Path, tmp_path: Path) -> None:
     assert set(document["tasks"]) == {"exact_match", "rouge1", "rouge2", "rougeL"}
     page = (tmp_path / "accuracy_against.html").read_text()
     assert "The best next token is the same at" in page
-    assert document_view(checked(document)).subject == "VALID"
+    assert "only 4 prompts can fail, and 299 without a failure are needed" in page
+    assert document_view(checked(document)).subject == "MEASURED"
     code, out, _ = call_here("report", tmp_path)
     assert code == 0, out
 
 
 def test_a_checkpoint_against_itself() -> None:
-    code, document = compared("reference")
-    assert code == 0
+    code, document = compared("reference", "--share", 0.4)
+    assert (code, document["verdict"], document["samples_needed"]) == (0, "VALID", 4)
     assert document["identical_answers"] == SAMPLES
     assert document["next_tokens"]["kl_nats"]["high"] == pytest.approx(0, abs=1e-9)
     assert document["next_tokens"]["same_best_token"]["value"] == 1
@@ -119,6 +126,8 @@ def test_a_broken_scale_fails(quantized: Path, tmp_path: Path) -> None:
 
 
 def test_refusals(quantized: Path, tmp_path: Path) -> None:
+    hopeless = tmp_path / "hopeless.jsonl"
+    hopeless.write_text(json.dumps({"prompt": "2 3", "reference": "zebra", "max_tokens": 2}) + "\n")
     plain = Path(shutil.copytree(quantized, tmp_path / "plain"))
     (plain / "tokenizer.json").write_text("{}")
     narrow = Path(shutil.copytree(model_folder("reference"), tmp_path / "narrow"))
@@ -135,6 +144,8 @@ def test_refusals(quantized: Path, tmp_path: Path) -> None:
         ((quantized, "--against", tmp_path / "none"), "no such file"),
         ((quantized, "--against", "reference", "--precision", "int8"), "'bf16' or 'fp8', got 'int8'"),
         ((quantized, "--against", "reference", "--baseline", tmp_path), "leave out --model, --benchmark"),
+        ((quantized, "--against", "reference", "--references", hopeless), "scores 0 in every prompt, so nothing could"),
+        ((quantized, "--against", "reference", "--share", 0), "--share 0: nothing could fail"),
         ((tmp_path, "--samples", 5), "--samples and --out: are for --against"),
     ]
     for arguments, problem in cases:

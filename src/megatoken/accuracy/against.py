@@ -66,12 +66,14 @@ def compare(
 
     Each model answers the same prompts, greedily. The text whose next tokens are compared is each prompt with the
     answer of ``against``. VALID if the lower end of each score's interval, relative to that of ``against``, reaches
-    ``share``, and the mean length of the answers is within 10 %.
+    ``share``, and the mean length of the answers is within 10 %; MEASURED if too few prompts can show that.
 
     Raises:
-        CheckpointError, CapacityError, DatasetError, UsageError: what cannot be used.
+        CheckpointError, CapacityError, DatasetError, UsageError: what cannot be used, or nothing could fail.
     """
     check_installed()
+    if share <= 0:
+        raise UsageError(f"--share {share:g}: nothing could fail; give a share above 0")
     folders = [model_folder(model), model_folder(against)]
     checkpoints = [Checkpoint.open(folder) for folder in folders]
     shapes = [one.config.tensor_shapes() for one in checkpoints]
@@ -86,6 +88,12 @@ def compare(
     scores = [
         _scores(expected, decoder, one.completions) for decoder, one in zip(decoders, (found, meant), strict=True)
     ]
+    can_fail = int(np.any([values > 0 for values in scores[1].values()], axis=0).sum())
+    if not can_fail:
+        raise UsageError(
+            f"{folders[1]}: scores 0 in every prompt, so nothing could fail; give prompts that it can answer"
+        )
+    needed = prompts_needed(share)
     tasks = {name: _task(scores[0][name], scores[1][name]) for name in scores[0]}
     lengths = _lengths(found.completions, meant.completions)
     failed = [name for name, one in tasks.items() if one["ratio"]["low"] < share]
@@ -94,10 +102,11 @@ def compare(
     checked = check_decoders()
     if any(one.wrong for one in checked):
         failed.append("decoders")
+    enough = needed is not None and can_fail >= needed
     return new_document(
         KIND,
         title="Accuracy against another checkpoint",
-        verdict=Verdict.INVALID if failed else Verdict.VALID,
+        verdict=Verdict.INVALID if failed else Verdict.VALID if enough else Verdict.MEASURED,
         failed=failed,
         share=share,
         model=model,
@@ -108,6 +117,8 @@ def compare(
         prompts=str(expected.path),
         prompts_sha256=expected.content_hash,
         samples=count,
+        samples_that_can_fail=can_fail,  # of which ``against`` scores more than 0
+        samples_needed=needed,
         decoders=[asdict(one) for one in checked],
         weights=_weights(*checkpoints),
         next_tokens=_next_tokens(found.logprobs, meant.logprobs),
@@ -309,6 +320,15 @@ def ratio(numerators: Floats, denominators: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         quotient: Floats = np.where(both_zero, 1.0, numerators / denominators)
     return quotient
+
+
+def prompts_needed(share: float) -> int | None:
+    """How many prompts without a loss show with 95 % confidence that ``share`` is kept; None: no number does.
+
+    With no failure in n prompts up to 1 - 0.05^(1/n) of all prompts may fail. A bootstrap does not know of failures
+    that no prompt showed: its interval then has no width, even of one prompt.
+    """
+    return math.ceil(math.log(0.05) / math.log(share)) if share < 1 else None
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

@@ -16,11 +16,12 @@ def accuracy_view(document: Document) -> View:
     verdict, samples = document.text("verdict"), int(document.number("samples") or 0)
     failed = document.texts("failed")
     share = f"{100 * (document.number('share') or 0):g} %"
-    meaning = (
-        f"missed: {', '.join(failed)}"
-        if failed
-        else f"every score keeps at least {share} with 95 % confidence, and answers are as long within 10 %"
-    )
+    if failed:
+        meaning = f"missed: {', '.join(failed)}"
+    elif verdict == "MEASURED":
+        meaning = _too_few(document, share)
+    else:
+        meaning = f"every score keeps at least {share} with 95 % confidence, and answers are as long within 10 %"
     summary = (
         Verdict((Badge(verdict, TONES.get(verdict, "quiet")),), meaning),
         Points("", tuple(("", sentence) for sentence in _sentences(document, samples))),
@@ -38,6 +39,19 @@ def accuracy_view(document: Document) -> View:
         section("Checkpoints", Facts("Checkpoints", {name: document.text(name) for name in ("model", "against")})),
     )
     return view(document, verdict, summary, sections)
+
+
+def _too_few(document: Document, share: str) -> str:
+    needed, can_fail = (
+        document.number("samples_needed"),
+        count_of(int(document.number("samples_that_can_fail") or 0), "prompt"),
+    )
+    if needed is None:
+        return f"no score is below the other's, but no number of prompts shows {share} with confidence; lower --share"
+    return (
+        f"no score is below {share}, but only {can_fail} can fail, and {needed:,.0f} without a failure are needed to "
+        "show it with 95 % confidence; compare more prompts"
+    )
 
 
 def _sentences(document: Document, samples: int) -> list[str]:
