@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatoken.errors import CheckpointError, UsageError
+from megatoken.serve import chat_template
 from megatoken.serve.chat_template import DEADLINE_SECONDS, MOST_WAITING, ModelTemplates, TemplateRenderer, _exchange
 from megatoken.serve.json_pipe import framed
 from megatoken.serve.request_errors import ApiError
@@ -249,6 +250,21 @@ def test_a_client_that_leaves_does_not_disturb_the_next_one(tmp_path: Path) -> N
         return text
 
     assert asyncio.run(leave()) == "second"
+
+
+def test_a_process_that_starts_too_late_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    templates = write_model(tmp_path, CHATML)
+
+    async def late() -> str:
+        renderer = TemplateRenderer(templates, 4096)
+        with monkeypatch.context() as patch:
+            patch.setattr(chat_template, "START_SECONDS", 0.0)
+            await renderer.start()
+        text = await renderer.render("second", CHAT)
+        await renderer.close()
+        return text
+
+    assert asyncio.run(late()) == "second"
 
 
 def test_no_way_to_continue_a_message_that_is_left_out(tmp_path: Path) -> None:

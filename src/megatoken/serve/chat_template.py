@@ -197,6 +197,7 @@ class TemplateRenderer:
             try:
                 await asyncio.wait_for(_exchange(process, self._settings), START_SECONDS)
             except TimeoutError:
+                await self.close()  # its late answer would be taken for that to a chat
                 raise ConnectionError("no answer") from None
         return self._process
 
