@@ -205,6 +205,15 @@ def test_a_rank_that_ends_once_it_is_loaded_is_named(monkeypatch: pytest.MonkeyP
         ranks.init_group(torch.device("cpu"))
 
 
+def test_a_rank_that_ends_before_it_has_read_what_to_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatoken.engine.parallel.WORKER_MODULE", "megatoken.engine.absent")
+    ranks = TPWorkers(2, bytes(2**20))  # more than a pipe holds
+    ranks._processes[0].wait()
+    with pytest.raises(MegatokenError, match=r"rank 1 ended with code 1: .*No module named"):
+        ranks.check()
+    assert not ranks.folder.exists()
+
+
 def test_ranks_may_be_idle_for_longer_than_they_take_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatoken.engine.parallel._RENDEZVOUS_TIMEOUT", timedelta(seconds=2))
     with ThreadPoolExecutor(2) as pool:
@@ -218,7 +227,7 @@ def test_ranks_may_be_idle_for_longer_than_they_take_to_meet(tmp_path: Path, mon
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = wide_checkpoint(tmp_path / "model")
     monkeypatch.setattr("megatoken.engine.runner.worker_specification", lambda *_: b'{"parent": %d}' % os.getpid())
-    with pytest.raises(MegatokenError, match="rank 1 ended with code 1: KeyError: 'threads'"):
+    with pytest.raises(MegatokenError, match=r"rank 1 ended with code 1: KeyError: 'threads'"):
         make_engine(directory, tensor_parallel=2)
     assert workers() == []
 

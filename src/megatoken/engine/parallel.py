@@ -24,7 +24,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from threading import Event, Thread
@@ -260,7 +260,8 @@ class TPWorkers:
         """
         self.folder = Path(tempfile.mkdtemp(prefix="megatoken-ranks-"))
         self._groups: list[RankGroup] = []  # one, once the ranks are connected
-        self._processes = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.end = weakref.finalize(self, _end, self._groups, self._processes, self.folder)
         for rank in range(1, ranks):
             with (self.folder / f"rank{rank}.log").open("wb") as log:
                 process = subprocess.Popen(
@@ -269,11 +270,10 @@ class TPWorkers:
                     stdout=log,
                     stderr=log,
                 )
-            assert process.stdin is not None
-            process.stdin.write(specification)
-            process.stdin.close()
             self._processes.append(process)
-        self.end = weakref.finalize(self, _end, self._groups, self._processes, self.folder)
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin as pipe:  # of a rank that has ended, see ``check``
+                pipe.write(specification)
 
     def init_group(self, device: torch.device) -> RankGroup:
         """The group, once every rank has its weights. Raises MegatokenError if one has ended instead."""
