@@ -219,7 +219,8 @@ def direct(
     began = time.monotonic()
     lg.StartTestWithLogSettings(sut, library, settings, logs, str(user_conf / "audit"))
     folder.add_samples(rows)
-    folder.add_series(SeriesRow(0.1, "here", 0, sum(row.output_tokens for row in rows), 0, 0, 0, 0, 0, 0, 0, 0))
+    ended = max(row.last_token_seconds for row in rows)
+    folder.add_series(SeriesRow(ended, "here", 0, sum(row.output_tokens for row in rows), 0, 0, 0, 0, 0, 0, 0, 0))
     requests, _ = folder.end_recording()
     log = read_finished_log(folder.mlperf_directory, "loadgen_version")
     offered: dict[str, float | None] = dict.fromkeys(

@@ -1,0 +1,101 @@
+"""Real run folders whose tables were edited, with the metrics that follow from the edited tables."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_run_folder_fields import FP32, held_against, made
+
+from megatoken.analysis.summary import summarise_run
+from megatoken.audit import Severity, audit
+from megatoken.files import plain
+from megatoken.runs.run import read_run
+
+EditTable = Callable[[pa.Table], pa.Table]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    load = ("--scenario", "server", "--rate", 12, "--min-duration", 3)
+    return made(tmp_path_factory, "run", *load, *FP32)
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory, "run", "--samples", 64, *FP32)
+
+
+def found(run: Path, tmp_path: Path, name: str, edit: EditTable) -> dict[str, str]:
+    """What an audit finds in a copy with an edited table and the metrics of it."""
+    folder = Path(shutil.copytree(run, tmp_path / run.name))
+    pq.write_table(edit(pq.read_table(folder / name)), folder / name)
+    one = read_run(folder)
+    result = one.result | plain(summarise_run(one.result, one.requests, one.series))
+    (folder / "result.json").write_text(json.dumps(result))
+    return held_against(audit(folder).findings)
+
+
+def set_column(table: pa.Table, name: str, values: object) -> pa.Table:
+    at = table.schema.get_field_index(name)
+    return table.set_column(at, table.schema.field(name), pa.array(values, type=table.schema.field(name).type))
+
+
+def column(table: pa.Table, name: str) -> np.ndarray:
+    return np.array(table[name].to_pylist(), dtype=float)
+
+
+@pytest.mark.parametrize("kind", ["server", "offline"])
+def test_what_was_not_edited_passes(kind: str, request: pytest.FixtureRequest) -> None:
+    findings = audit(request.getfixturevalue(kind)).findings
+    assert held_against(findings) == {}
+    passed = {item.id for item in findings if item.severity is Severity.PASS}
+    assert {"run_folder.latencies", "run_folder.series"} <= passed
+
+
+def test_first_tokens_that_came_earlier(server: Path, tmp_path: Path) -> None:
+    """All but the slowest, whose 99th percentile is compared with LoadGen's when the verdict is recomputed."""
+
+    def earlier(table: pa.Table) -> pa.Table:
+        due, first, last = (column(table, f"{name}_seconds") for name in ("scheduled", "first_token", "last_token"))
+        slow = np.argsort(first - due)[-3:]
+        new = due + 0.1 * (first - due)
+        new[slow] = first[slow]
+        new_last = new + (last - first)
+        new_last[np.argmax(last)] = last.max()
+        return set_column(set_column(table, "first_token_seconds", new), "last_token_seconds", new_last)
+
+    text = found(server, tmp_path, "requests.parquet", earlier)["run_folder.latencies"]
+    assert "p50 of TTFT" in text and "by LoadGen" in text
+
+
+def test_answers_that_ended_earlier(server: Path, tmp_path: Path) -> None:
+    def shorter(table: pa.Table) -> pa.Table:
+        first, last = column(table, "first_token_seconds"), column(table, "last_token_seconds")
+        return set_column(table, "last_token_seconds", np.where(last < last.max(), first + 0.2 * (last - first), last))
+
+    text = found(server, tmp_path, "requests.parquet", shorter)["run_folder.latencies"]
+    assert "p50 of latency" in text and "by LoadGen" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("output_tokens", lambda values: 2 * values, "output tokens in series.parquet, "),
+        ("elapsed_seconds", lambda values: 0.5 * values, "the last answer at "),
+        ("elapsed_seconds", lambda values: values[::-1], "a row of series.parquet at "),
+        ("output_tokens", lambda values: np.where(values < values.max(), 0, values), "0 output tokens at "),
+    ],
+)
+def test_a_series_of_another_run(
+    server: Path, tmp_path: Path, name: str, change: Callable[[np.ndarray], np.ndarray], text: str
+) -> None:
+    def edit(table: pa.Table) -> pa.Table:
+        values = change(column(table, name))
+        return set_column(table, name, values.astype(int) if name == "output_tokens" else values)
+
+    assert text in found(server, tmp_path, "series.parquet", edit)["run_folder.series"]
