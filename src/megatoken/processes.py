@@ -8,6 +8,7 @@ the guard that other ways to start processes need.
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections import deque
@@ -34,6 +35,14 @@ def usable_cores() -> int:
 def usable_core_numbers() -> set[int]:
     """Those cores, as the kernel numbers them."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def allow_many_files() -> None:
+    """Raises this process's soft limit of open files: a connection is a file, and 1,024 are the usual limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def in_order(

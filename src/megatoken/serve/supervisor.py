@@ -6,7 +6,6 @@ import asyncio
 import errno
 import json
 import os
-import resource
 import secrets
 import signal
 import socket
@@ -21,6 +20,7 @@ from megatoken.addresses import is_loopback
 from megatoken.engine.config import model_folder
 from megatoken.errors import ExitCode, MegatokenError, UsageError, need_packages
 from megatoken.framing import first_message
+from megatoken.processes import allow_many_files
 from megatoken.rack.address import find_cluster
 from megatoken.rack.placement import Slot
 from megatoken.rack.wire import KEY_BYTES
@@ -57,7 +57,7 @@ def serve(options: ServeConfig) -> int:
     keys = load_keys(options.api_key, options.api_keys)
     _check_model_files(options)
     tls_context(options.tls_certificate, options.tls_key)
-    _allow_many_files()
+    allow_many_files()
     with server_folder() as folder:
         sockets = _listen(options)
         rack = None if options.rack.cluster is None else _plan_rack(options, folder / "replicas.sock")
@@ -434,14 +434,6 @@ def _check_model_files(options: ServeConfig) -> None:
 
     folder = model_folder(options.model)
     model_files(folder if folder.is_dir() else None, options)
-
-
-def _allow_many_files() -> None:
-    """A stream is a file; the usual soft limit of 1,024 would be met by as many clients."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _ending(code: int) -> str:

@@ -41,7 +41,10 @@ class Failures:
         self._answers += 1
 
     def failed(self, message: str, *, answered: bool) -> None:
-        """Counts a sample that gets no answer, or, if ``answered``, one that says no or cannot be read."""
+        """Counts a sample that gets no answer.
+
+        ``answered``: the server is not gone: its answer says no or cannot be read, or the client could not ask.
+        """
         if not self._messages:
             self._first_ns, self._answers_before = time.monotonic_ns(), self._answers
         self._messages[message] += 1

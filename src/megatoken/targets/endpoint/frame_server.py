@@ -16,6 +16,8 @@ import threading
 import time
 from contextlib import suppress
 
+from megatoken.processes import allow_many_files
+
 _JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
 _STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -94,6 +96,7 @@ def serve(listening: socket.socket, frames: int, per_write: int, interval: float
 def main() -> None:
     """Entry point."""
     frames, per_write, interval = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    allow_many_files()
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     listening.setblocking(False)
     print(listening.getsockname()[1], flush=True)

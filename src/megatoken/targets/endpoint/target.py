@@ -381,7 +381,7 @@ class EndpointTarget:
         elif others and failed.cause == "timeout" and self._silent(end):
             self._lose(end, f"silent for {self._settings.timeout_seconds:g} s", events)
         if not (others and failed.cause in ("connect", "gone", "interrupted") and self._move(end, sample)):
-            events.append(self._failure(end, sample, failed.message, answered=failed.cause == "answer"))
+            events.append(self._failure(end, sample, failed.message, answered=failed.cause in ("answer", "client")))
 
     def _failure(self, end: _Endpoint, sample: _Sample, message: str, *, answered: bool) -> SampleEvent:
         self._failures.failed(message, answered=answered)

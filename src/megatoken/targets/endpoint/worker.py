@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import heapq
 import os
 import select
@@ -17,6 +18,7 @@ from typing import Any
 from megatoken.engine.process_memory import collect_garbage_rarely
 from megatoken.framing import FrameReader, read_settings
 from megatoken.hardware.core_wait import CoreWait
+from megatoken.processes import allow_many_files
 from megatoken.rack.wire import dial
 from megatoken.targets.endpoint import wire
 from megatoken.targets.endpoint.address import cause_of, trust
@@ -45,6 +47,10 @@ KEEP_ALIVE = {
     socket.TCP_KEEPCNT: 4,
     socket.TCP_USER_TIMEOUT: 30_000,
 }
+TOO_MANY_FILES = (
+    "this client cannot open another connection (too many open files); raise its limit (ulimit -n), or lower "
+    "--endpoint.max_in_flight"
+)
 READ_BYTES = 1 << 16  # of one connection
 MOST_READY = 1024  # connections that are read before the loop looks at anything else
 MOST_HELD = 32  # reads of a stream that are taken apart together
@@ -226,8 +232,9 @@ class Client:
         try:
             async with asyncio.timeout(self._settings.connect_seconds):
                 self.free(await self._open_connection(exchange.endpoint))
-        except (OSError, TimeoutError):
-            cause = "gone"
+        except OSError as error:  # TimeoutError is one
+            if error.errno != errno.EMFILE:
+                cause = "gone"
         self.failed(exchange, cause, message)
 
     def _send(self, exchange: Exchange, connection: Connection) -> None:
@@ -243,7 +250,10 @@ class Client:
             self.failed(exchange, "connect", f"{address.name}: no connection in {self._settings.connect_seconds:g} s")
             return
         except OSError as error:
-            self.failed(exchange, "connect", f"{address.name}: no connection ({cause_of(error)})")
+            if error.errno == errno.EMFILE:  # which says nothing against the endpoint
+                self.failed(exchange, "client", TOO_MANY_FILES)
+            else:
+                self.failed(exchange, "connect", f"{address.name}: no connection ({cause_of(error)})")
             return
         if exchange.task.ticket in self._open:
             self._send(exchange, connection)
@@ -439,6 +449,7 @@ def main() -> None:
 
     starter, settings = read_settings(ClientSettings)
     collect_garbage_rarely()
+    allow_many_files()
     uvloop.run(Client(settings, starter).run())
 
 
