@@ -150,6 +150,24 @@ def test_without_rows_means_are_compared(folder: Callable[..., Path]) -> None:
     assert worst(path) == {"tool.latencies": "fail"}
 
 
+@pytest.mark.parametrize(("concurrency", "found"), [(8, {}), (5, "warn"), (2, "fail")])
+def test_without_a_mean_latency_it_is_made_of_ttft_and_later_tokens(
+    concurrency: int, found: object, folder: Callable[..., Path]
+) -> None:
+    path = folder(VLLM)
+    stated = {key: value for key, value in vllm(detailed=False).items() if "e2el" not in key}
+    (path / VLLM).write_text(json.dumps(stated | {"max_concurrency": concurrency}))
+    assert {name: one for name, one in worst(path).items() if one != "unknown"} == (
+        {"tool.in_flight": found} if found else {}
+    )
+
+
+def test_no_time_is_below_zero(folder: Callable[..., Path]) -> None:
+    path = folder(VLLM)
+    (path / VLLM).write_text(json.dumps(vllm(detailed=False) | {"mean_ttft_ms": -5.0}))
+    assert worst(path)["tool.percentiles"] == "fail"
+
+
 def test_a_damaged_file_is_a_finding(folder: Callable[..., Path]) -> None:
     path = folder(AIPERF)
     (path / AIPERF).write_text((path / AIPERF).read_text()[:-40])

@@ -15,6 +15,7 @@ from megatoken.mlperf.latencies import disorder
 RATE_TOLERANCE = 0.005  # relative: tools measure their duration once for all, or for each rate apart
 SUM_TOLERANCE = 0.001
 LITTLE_TOLERANCE = 0.05  # a request counts as under way a little longer than its latency
+MADE_TOLERANCE, MADE_CERTAIN = 0.25, 2.0  # of a mean latency that TTFT and time per token give
 ROWS_TOLERANCE = 1e-6
 APART_SECONDS = 1e-3  # of a request's last token and its end
 TITLES = {"latency": "end-to-end latency", "ttft": "TTFT", "tpot": "TPOT", "itl": "time between tokens"}
@@ -69,6 +70,7 @@ def percentiles(result: ToolResult) -> Outcome:
     """Minimum, percentiles and maximum rise; the mean lies between them; rows, where stored, give the same."""
     stated, problems = result.stated, []
     for measure, values in stated.distributions.items():
+        problems += [f"{TITLES[measure]}: {name} of {value:,.6g} s" for name, value in values.items() if value < 0]
         if found := disorder(values):
             problems.append(f"{TITLES[measure]}: {found}")
         low, high, mean = values.get("min"), values.get("max", values.get("p99.9")), values.get("mean")
@@ -136,11 +138,28 @@ def _latency_problems(stated: ToolFigures) -> Iterator[str]:
 
 @check("tool.in_flight", "Requests under way fit the concurrency", "Little's law: else more would have been open.")
 def in_flight(result: ToolResult) -> Outcome | None:
+    """Without a mean latency, one of TTFT and later tokens, which is exact only if all answers are of one length."""
     stated = result.stated
     mean = stated.distributions.get("latency", {}).get("mean")
+    made = mean is None
+    mean = _made_latency(stated) if made else mean
     if stated.most_in_flight is None or mean is None or stated.request_rate is None:
         return None
     under_way = stated.request_rate * mean
-    found = f"{under_way:,.4g} on average: {stated.request_rate:,.4g} requests/s of {mean:,.4g} s each"
-    holds = under_way <= (1 + LITTLE_TOLERANCE) * stated.most_in_flight
-    return outcome(holds, f"at most {stated.most_in_flight:,.0f} under way", found, result.at("max_concurrency"))
+    times = f"{mean:,.4g} s each" + (", by TTFT and time per output token" if made else "")
+    found = f"{under_way:,.4g} on average: {stated.request_rate:,.4g} requests/s of {times}"
+    holds = under_way <= (1 + (MADE_TOLERANCE if made else LITTLE_TOLERANCE)) * stated.most_in_flight
+    certain = not made or under_way > MADE_CERTAIN * stated.most_in_flight
+    severity = Severity.FAIL if certain else Severity.WARN
+    return outcome(
+        holds, f"at most {stated.most_in_flight:,.0f} under way", found, result.at("max_concurrency"), severity
+    )
+
+
+def _made_latency(stated: ToolFigures) -> float | None:
+    """By the smaller of mean TPOT and ITL: the former weighs short answers more, the latter counts chunks of tokens."""
+    means = {name: values["mean"] for name, values in stated.distributions.items() if "mean" in values}
+    per_token = [means[name] for name in ("tpot", "itl") if name in means]
+    if "ttft" not in means or not per_token or not stated.output_tokens or not stated.completed:
+        return None
+    return means["ttft"] + min(per_token) * max(0.0, stated.output_tokens / stated.completed - 1)
