@@ -99,3 +99,22 @@ def test_a_series_of_another_run(
         return set_column(table, name, values.astype(int) if name == "output_tokens" else values)
 
     assert text in found(server, tmp_path, "series.parquet", edit)["run_folder.series"]
+
+
+@pytest.mark.parametrize(
+    ("share", "check", "text"),
+    [
+        (0.0, "run_folder.loadgen", "no log that can be read"),
+        (0.5, "run_folder.verdict", "LoadGen's log has no result_validity, so it was cut off before its results"),
+    ],
+)
+def test_a_log_without_its_end_is_said_in_words(
+    offline: Path, tmp_path: Path, share: float, check: str, text: str
+) -> None:
+    folder = Path(shutil.copytree(offline, tmp_path / offline.name))
+    log = folder / "mlperf" / "mlperf_log_detail.txt"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[: int(share * len(lines))]))
+    findings = held_against(audit(folder).findings)
+    assert findings[check] == text
+    assert not [one for one in findings.values() if "TypeError" in one]

@@ -162,6 +162,13 @@ def test_a_signature_holds_for_its_statement_and_key_alone(folder, tmp_path):
     assert (seal_state(folder).signature, seal_state(folder).changed) == (False, ())
 
 
+def test_a_seal_whose_signature_was_taken_out_says_so(folder):
+    document = seal(folder)
+    (folder / "seal.json").write_text(json.dumps({**document, "algorithm": "ed25519", "public_key": "ab"}))
+    shown = call_here("audit", folder)[1]
+    assert "Seal: the seal names a key, and its signature is missing." in shown
+
+
 def test_a_folder_that_is_no_run_and_a_key_that_is_none_are_refused_in_one_line(folder, tmp_path):
     assert call_here("seal", tmp_path)[0] == 2
     (tmp_path / "key.pem").write_text("no key")

@@ -5,7 +5,7 @@ Independent formulas that could show a wrong writer are in the tests of the room
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatoken.accuracy.gate import Judgement
@@ -67,13 +67,15 @@ def _has_verdict(folder: RunFolder) -> bool:
     LOGGED,
     _has_verdict,
 )
-def verdict(folder: RunFolder) -> list[Difference]:
+def verdict(folder: RunFolder) -> Sequence[object]:
     """Where the answers cannot be judged here, the reasons that they gave are taken as they are stored."""
     run, log = folder.run, folder.log
     if "load" in run.result:
         return _concluded(run, plain(concluded_point(run.result, run.requests)))
     if "soak" in run.result or log is None:
         return _concluded(run, plain(concluded_soak(run.result, run.environment, run.requests, run.series)))
+    if run.result["mode"] == "performance" and "result_validity" not in log.first:
+        return ["LoadGen's log has no result_validity, so it was cut off before its results"]
     judged = folder.answers.judged
     if judged is None:
         kept: dict[str, Any] = {name: run.result[name] for name in ("accuracy", "compliance") if name in run.result}

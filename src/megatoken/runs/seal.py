@@ -27,8 +27,8 @@ _PRIMITIVES = "cryptography.hazmat.primitives"  # imported where it is used, bec
 class SealState:
     """What became of a sealed folder: names of files that are not as they were sealed.
 
-    ``signature`` is None of a seal without one, else whether it is that of ``public_key``; ``unchecked`` says why that
-    could not be found out.
+    ``signature`` is None of a seal without one, else whether it is that of ``public_key``; ``unchecked`` says why there
+    was nothing to check, or nothing to check it with.
     """
 
     sealed_at: str
@@ -56,7 +56,7 @@ class SealState:
         groups = {"changed": self.changed, "added": self.added, "removed": self.removed}
         texts = [f"{what}: {named(names)}" for what, names in groups.items() if names]
         if self.signature is False:
-            texts.insert(0, "the signature is not that of the statement and key in the seal")
+            texts.insert(0, self.unchecked or "the signature is not that of the statement and key in the seal")
         return "; ".join(texts)
 
 
@@ -190,7 +190,8 @@ def _signed(statement: Mapping[str, Any], key: Path) -> dict[str, str]:
 
 def _verified(document: Mapping[str, Any]) -> tuple[bool | None, str]:
     if "signature" not in document:
-        return None, ""
+        keyed = "public_key" in document or "algorithm" in document
+        return (False, "the seal names a key, and its signature is missing") if keyed else (None, "")
     try:
         invalid = import_module("cryptography.exceptions").InvalidSignature
         kind = import_module(f"{_PRIMITIVES}.asymmetric.ed25519").Ed25519PublicKey

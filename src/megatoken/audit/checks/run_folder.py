@@ -223,9 +223,10 @@ def _not_made(tree: Tree, path: str, files: Sequence[str]) -> Iterator[Observati
 def _detail_log(tree: Tree, path: str) -> DetailLog | None:
     name = below(path, LOG)
     try:
-        return read_detail_log(tree.path(name)) if name in tree.files else None
+        log = read_detail_log(tree.path(name)) if name in tree.files else None
     except UnreadableError:
         return None  # log.readable says why
+    return log if log is not None and log.first else None
 
 
 def check_seals(tree: Tree) -> Iterator[Observation]:
