@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli_support import call_here, make_checkpoint
+from megatoken.audit import Severity, audit
 from megatoken.config import RunConfig
 from megatoken.harness.recording import record
 from megatoken.harness.rerun import _rates
@@ -89,6 +90,23 @@ def test_hashes_of_another_version_accuse_no_run(original: Path) -> None:
     assert changed(**first) == []  # the first hashes stated no version
     assert changed(**{**first, "config": "0"}) == ["config"]
     assert changed(**{**stored, "version": "2", "config": "0"}) == []
+
+
+@pytest.mark.parametrize(
+    ("hashes", "why"), [(None, "it has no hashes"), ({"version": "9", "config": "0"}, "have version 9, not 1")]
+)
+def test_a_run_without_hashes_is_not_called_as_it_was(
+    original: Path, tmp_path: Path, hashes: dict[str, str] | None, why: str
+) -> None:
+    copy = shutil.copytree(original, tmp_path / "copy")
+    result = json.loads((copy / "result.json").read_text())
+    (copy / "result.json").write_text(json.dumps({**result, "plan_sha256": hashes}))
+    code, out, _ = call_here("rerun", copy, "--check")
+    assert code == 0 and "as it was" not in out
+    assert "whether that was edited is unknown" in out.replace("\n", " ") and why in out.replace("\n", " ")
+    assert "as it was" in call_here("rerun", original, "--check")[1]
+    (found,) = [one for one in audit(copy).findings if one.id == "run_folder.plan"]
+    assert found.severity is Severity.UNKNOWN and why in found.found
 
 
 def test_another_package_seed_and_machine_are_named(original: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatoken.audit.differences import Doubt
 from megatoken.audit.discovery import below
 from megatoken.audit.documents import json_values
 from megatoken.audit.folder import LOGGED, TABLES, RunFolder, compared
+from megatoken.audit.replay_answers import UnknownError
 from megatoken.engine.config import REFERENCE, SHAPES, EngineConfig, ModelConfig, model_folder
 from megatoken.engine.hugging_face import model_config
 from megatoken.engine.memory import plan_memory_of
@@ -30,8 +31,8 @@ from megatoken.hardware.qualify.references import check_document
 from megatoken.harness.loadgen_plan import library_to_data_set
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.run_figures import completion_seconds, in_seconds, samples_answers, whole
-from megatoken.runs.plan_hash import changed_parts
-from megatoken.runs.run import CONFIG, ENVIRONMENT, QUALIFICATION, SERIES, Run
+from megatoken.runs.plan_hash import changed_parts, unknown_edits
+from megatoken.runs.run import CONFIG, ENVIRONMENT, QUALIFICATION, SCHEMA_VERSION, SERIES, Run
 from megatoken.text import count_of, is_number, precise
 
 # Of result.json and config.yaml; those of the engine where it is not a rack's, whose machines have their own sizes.
@@ -89,6 +90,25 @@ def configuration(folder: RunFolder) -> Iterator[str]:
     if log is not None and "soak" not in result:
         yield from _asked(run, log)
         yield from _library(run, log)
+
+
+def _may_have_hashes(folder: RunFolder) -> bool:
+    return (
+        folder.run.result["schema_version"] == SCHEMA_VERSION and not folder.is_part and "load" not in folder.run.result
+    )
+
+
+@compared(
+    "run_folder.plan",
+    "What decided the run was hashed when it began",
+    "A later change of the configuration or the machine would not be noticed.",
+    when=_may_have_hashes,
+)
+def plan(folder: RunFolder) -> Iterator[str]:
+    """Whether there are hashes to compare; ``configuration`` compares them."""
+    if unknown := unknown_edits(folder.run):
+        raise UnknownError(unknown)
+    yield from ()
 
 
 def _subject(run: Run) -> Iterator[str]:

@@ -22,7 +22,15 @@ from megatoken.harness.prepare import Prepared, resolve
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_prepared
 from megatoken.mlperf.rounds import DEFAULT_ROUND, round_seeds
-from megatoken.runs.plan_hash import changed_parts, flat, plan_differences, plan_hash, plan_of, plan_of_run
+from megatoken.runs.plan_hash import (
+    changed_parts,
+    flat,
+    plan_differences,
+    plan_hash,
+    plan_of,
+    plan_of_run,
+    unknown_edits,
+)
 from megatoken.runs.run import CONFIG, Run, read_run
 
 SPANS = 10  # of the rated time, whose rates give an interval
@@ -93,6 +101,7 @@ def _document(run: Run, then: dict[str, str], now: dict[str, str], again: Run | 
         plan_sha256={"then": plan_hash(then), "now": plan_hash(now)},
         equal=not differences,
         differences=differences,
+        unknown_edits=unknown_edits(run),
         rates=rates,
     )
 

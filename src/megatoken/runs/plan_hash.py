@@ -61,14 +61,31 @@ def part_hashes(plan: Mapping[str, str]) -> dict[str, str]:
     return {"version": PARTS_VERSION, **{part: plan_hash(values) for part, values in sorted(parts.items())}}
 
 
+def unknown_edits(run: Run) -> str:
+    """Why nothing shows whether a run folder's plan was changed after the run began; empty if its hashes do.
+
+    Older versions wrote no hashes, and points of a sweep have none.
+    """
+    stored = _stored_parts(run)
+    if len(stored) == 1:
+        return "it has no hashes of what decided the run (plan_sha256)"
+    if stored["version"] != PARTS_VERSION:
+        return f"its hashes of what decided the run (plan_sha256) have version {stored['version']}, not {PARTS_VERSION}"
+    return ""
+
+
+def _stored_parts(run: Run) -> dict[str, str]:
+    return {"version": "1", **(run.result.get("plan_sha256") or {})}  # the first hashes had no version
+
+
 def changed_parts(run: Run) -> list[dict[str, str | None]]:
     """The parts of a run folder's plan that were changed after the run began, as ``plan_differences``.
 
-    None of a folder without hashes, which older versions wrote, or with hashes of another version.
+    None of a folder of ``unknown_edits``.
     """
-    stored = {"version": "1", **(run.result.get("plan_sha256") or {})}  # the first hashes had no version
-    if len(stored) == 1 or stored["version"] != PARTS_VERSION:
+    if unknown_edits(run):
         return []
+    stored = _stored_parts(run)
     return plan_differences(stored, part_hashes(plan_of_run(run)))
 
 

@@ -195,7 +195,7 @@ def healthy(folder: RunFolder) -> Outcome | None:
 _CHECKS = (
     *(whole, interrupted, simulated, replay.metrics, run_facts.configuration, replay.notes, run_facts.memory),
     *(run_facts.times, healthy, run_facts.replicas_of_rack, loadgen, run_facts.counts, run_rows.latencies),
-    *(run_rows.series, scores, compliance, end_tokens),
+    *(run_rows.series, scores, compliance, end_tokens, run_facts.plan),
     *(replay.verdict, replay.nodes, replay.far_clocks, run_facts.qualification),
 )
 
@@ -206,6 +206,7 @@ _OF_EVERY_RUN = (
     run_facts.configuration,
     run_facts.memory,
     run_facts.times,
+    run_facts.plan,
     replay.notes,
 )
 

@@ -13,6 +13,9 @@ def rerun_view(document: Document) -> View:
     differences, rates = document.parts("differences"), document.part("rates")
     equal = Badge("equal", "good") if document.flag("equal") else Badge("different", "bad")
     meaning = "everything that decides the run is as it was"
+    if unknown := document.text("unknown_edits"):
+        meaning = f"here and now everything is as the run folder says; whether that was edited is unknown: {unknown}"
+        equal = Badge("equal", "warn") if document.flag("equal") else equal
     if differences:
         meaning = f"{count_of(len(differences), 'difference')} in what decides the run"
     summary: list[Block] = [Verdict((equal,), meaning)]
