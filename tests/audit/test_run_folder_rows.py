@@ -9,8 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_run_folder_fields import FP32, held_against, made
+from test_run_folder_fields import FP32, OPTIONS, TINY, held_against, made
 
+from cli_support import call_here
+from megatoken.analysis.repeats import summarise_repeats
 from megatoken.analysis.summary import summarise_run
 from megatoken.audit import Severity, audit
 from megatoken.files import plain
@@ -118,3 +120,28 @@ def test_a_log_without_its_end_is_said_in_words(
     findings = held_against(audit(folder).findings)
     assert findings[check] == text
     assert not [one for one in findings.values() if "TypeError" in one]
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("repeated")
+    flags = (*TINY, "--samples", 8, "--repeat", 3, *OPTIONS, "--out", out)
+    assert call_here("run", *flags)[0] == 0
+    return next(out.iterdir())
+
+
+def test_repeats_that_are_copies_or_missing_are_named(repeated: Path, tmp_path: Path) -> None:
+    assert "run_folder.repeats" not in held_against(audit(repeated).findings)
+    assert "run_folder.copies" not in held_against(audit(repeated).findings)
+    folder = Path(shutil.copytree(repeated, tmp_path / "repeats"))
+    shutil.rmtree(folder / "002")
+    (folder / "repeats.json").unlink()
+    said = "no repeats.json, which config.yaml of its run folders asks for; 002 of 3 repeats is missing"
+    assert held_against(audit(folder).findings)["run_folder.repeats"] == said
+    rest = [read_run(folder / name) for name in ("001", "003")]
+    (folder / "repeats.json").write_text(json.dumps(plain(summarise_repeats(rest, 2))))
+    assert held_against(audit(folder).findings)["run_folder.repeats"] == "002 of 3 repeats is missing"
+    shutil.copytree(folder / "001", folder / "002")
+    assert held_against(audit(folder).findings)["run_folder.copies"] == "001, 002 have logs of one run"
+    code, _, err = call_here("compare", folder, repeated / "001")
+    assert code == 2 and "002 is a copy of 001: their answers ended at the same moments; remove one of them" in err

@@ -10,6 +10,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatoken.analysis.comparison import CONFIDENCE, student_t
 from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import contentions, simulated_gpu
@@ -54,7 +56,7 @@ def read_repeats_in(path: Path) -> list[Run]:
 
 
 def check_repeats(runs: Sequence[Run], name: str) -> None:
-    """Refuse runs that are not the same test on the same machine.
+    """Refuse runs that are not the same test on the same machine, and copies of one run.
 
     Raises:
         UsageError: names the first that is not, and in what it differs.
@@ -67,6 +69,21 @@ def check_repeats(runs: Sequence[Run], name: str) -> None:
                     f"{name}: {run.path.name} is not a repeat of {runs[0].path.name}: {key} is {value}, not"
                     f" {first[key]}; give one of them, or a folder of repeats alone"
                 )
+    _refuse_copies(runs, name)
+
+
+def _refuse_copies(runs: Sequence[Run], name: str) -> None:
+    """No two runs have answers that all ended at the same moments, to the nanosecond."""
+    known: dict[bytes, Run] = {}
+    for run in runs:
+        moments = np.asarray(run.requests["last_token_seconds"].to_numpy(), dtype=np.float64)
+        if len(np.unique(moments)) < 2:
+            continue  # too few answers to say so
+        if (other := known.setdefault(moments.tobytes(), run)) is not run:
+            raise UsageError(
+                f"{name}: {run.path.name} is a copy of {other.path.name}: their answers ended at the same moments;"
+                " remove one of them"
+            )
 
 
 def are_repeats(runs: Sequence[Run]) -> bool:

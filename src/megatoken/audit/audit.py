@@ -19,6 +19,7 @@ from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, 
 from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, process_steps
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.run_folder import (
+    check_copies,
     check_lost_files,
     check_repeats,
     check_run_folder,
@@ -210,6 +211,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(check_run_folder(tree, folder, evidence.runs))
     ledger.add(check_lost_files(tree, lost))
     ledger.add(check_seals(tree))
+    ledger.add(check_copies(tree, evidence.runs))
     ledger.add(check_repeats(tree))
     ledger.add(check_sweeps(tree))
     together = None

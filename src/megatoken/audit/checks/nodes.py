@@ -98,6 +98,12 @@ def same_beginnings(runs: Iterable[Run]) -> list[list[Run]]:
     return [group for group in groups if len(group) > 1]
 
 
+def copied_runs(runs: Sequence[Run]) -> list[list[Run]]:
+    """Groups of runs whose logs are copies: of the same latencies to the nanosecond, or begun at the same moments."""
+    alike = [group for group in _groups(runs, _longest_and_mean) if len(group) > 1]
+    return [*alike, *(group for group in same_beginnings(runs) if group not in alike)]
+
+
 @check("submission.copies", "No run is submitted for two systems", "One measurement was submitted for two systems.")
 def check_systems_apart(runs: Sequence[Run]) -> Iterator[Outcome]:
     """One run may be submitted for two benchmarks that differ in their accuracy, but not for two systems.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.analysis.statistics import Samples
 from megatoken.analysis.sweep import SWEEP
 from megatoken.audit import replay, run_facts, run_rows
+from megatoken.audit.checks.nodes import copied_runs
 from megatoken.audit.differences import differences
 from megatoken.audit.discovery import Tree, below, innermost
 from megatoken.audit.documents import json_values
@@ -24,6 +26,7 @@ from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, mapping, mappings, plain, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
 from megatoken.runs.run import CONFIG, ENVIRONMENT, MLPERF, QUALIFICATION, REQUESTS, RESULT, SERIES, Verdict, read_run
+from megatoken.runs.run import Run as RunOfFolder
 from megatoken.runs.seal import SEAL, SealState, named, seal_state
 from megatoken.text import count_of
 
@@ -32,6 +35,7 @@ AS_SEALED = "every file as it was sealed"
 COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")  # of repeats
 TOGETHER = "what the run folders next to it give together"
 MOST_REPEATS = 1_000
+MOST_COPIES = 6  # in a finding
 
 
 def run_folders_in(tree: Tree) -> list[str]:
@@ -262,14 +266,54 @@ def unsealed(state: SealState, where: tuple[Where, ...]) -> Outcome | None:
     return Outcome(Severity.WARN, "only files that the seal lists", found, where) if state.added else None
 
 
+@check("run_folder.copies", "No run folder is a copy of another", "One measurement would be counted several times.")
+def check_copies(tree: Tree, runs: Sequence[Run]) -> Iterator[Outcome]:
+    """Run folders that are not part of others, whose logs are of one run."""
+    whole_runs = {display(below(folder, MLPERF)): folder for folder in _apart(run_folders_in(tree))}
+    for group in copied_runs([run for run in runs if run.path in whole_runs]):
+        names = [display(whole_runs[run.path]) for run in group]
+        found = shown(f"{', '.join(names[:MOST_COPIES])} have logs of one run")
+        yield outcome(False, "run folders with logs of their own", found, places(*names), Severity.WARN)
+
+
+def _apart(folders: Sequence[str]) -> Iterator[str]:
+    """Folders that are not inside of another one."""
+    known = set(folders)
+    return (folder for folder in folders if innermost(folder.rpartition("/")[0], known - {folder}) is None)
+
+
 @check("run_folder.repeats", "The summary of repeats follows from each of them", "A run may have been left out.")
 def check_repeats(tree: Tree) -> Iterator[Outcome]:
-    """Every repeats.json."""
-    for folder in tree.holding(REPEATS):
-        yield _repeats(tree, folder, places(below(folder, REPEATS)))
+    """Every repeats.json, and every folder of numbered runs whose configuration asked for repeats."""
+    wanted = _wanted_repeats(tree)
+    for folder in sorted({*tree.holding(REPEATS), *wanted}):
+        missing = wanted.get(folder, [])
+        if below(folder, REPEATS) in tree.files:
+            yield _repeats(tree, folder, places(below(folder, REPEATS)), missing)
+        else:
+            found = [f"no {REPEATS}, which {CONFIG} of its run folders asks for", *missing]
+            yield free_of(found, TOGETHER, "", places(folder), Severity.WARN)
 
 
-def _repeats(tree: Tree, folder: str, where: tuple[Where, ...]) -> Outcome:
+def _wanted_repeats(tree: Tree) -> dict[str, list[str]]:
+    """Folders of repeats, and which of them are missing; an interrupted repeat is the last one."""
+    repeats: dict[str, list[RunOfFolder]] = {}
+    for folder in _apart(run_folders_in(tree)):
+        parent, _, name = folder.rpartition("/")
+        if re.fullmatch("[0-9]{3}", name):
+            with suppress(MegatokenError):  # run_folder.whole says what is wrong with it
+                repeats.setdefault(parent, []).append(read_run(tree.path(folder)))
+    found = {}
+    for parent, runs in repeats.items():
+        asked = [count for run in runs if isinstance(count := run.config.get("repeat"), int) and count > 1]
+        there = {run.path.name for run in runs}
+        if asked and all(run.verdict is not Verdict.INTERRUPTED for run in runs):
+            names = [f"{number:03}" for number in range(1, min(max(asked), MOST_REPEATS) + 1)]
+            found[parent] = [f"{one} of {max(asked)} repeats is missing" for one in names if one not in there]
+    return found
+
+
+def _repeats(tree: Tree, folder: str, where: tuple[Where, ...], missing: Sequence[str]) -> Outcome:
     try:
         stored, _, _ = read_json_object(tree.path(below(folder, REPEATS)))
         names = stored.get("runs")
@@ -283,7 +327,7 @@ def _repeats(tree: Tree, folder: str, where: tuple[Where, ...]) -> Outcome:
         return outcome(False, TOGETHER, shown(f"{type(error).__name__}: {error}"), where)
     wrong = [name for name in COMPARED if any(differences(stored.get(name), again[name], name))]
     left_out = _left_out(tree, folder, {run.path.name for run in runs})
-    found = [f"other {name}" for name in wrong] + [f"{name} is left out" for name in left_out]
+    found = [f"other {name}" for name in wrong] + [f"{name} is left out" for name in left_out] + [*missing]
     where += places(*(below(folder, name) for name in left_out))
     severity = Severity.FAIL if wrong else Severity.WARN  # a kill can come before this file is written
     return free_of(found, TOGETHER, f"{count_of(len(runs), 'run')}, all agree", where, severity)
