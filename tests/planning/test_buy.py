@@ -34,7 +34,7 @@ def test_the_answer_recomputed_from_its_formulas():
     values = {one.name: one.value for one in plan.results}
     inputs = {one.name: one.value for one in plan.inputs}
     bounds = plan.table("bounds").rows[0]
-    assert values["Peak demand"] == pytest.approx(500_000 * 0.25 / 227)
+    assert values["Peak demand"] == pytest.approx(500_000 * 10 * 0.15 / 3600)
     needed = values["Peak demand"] / (bounds["planning_interactions_per_second"] / 72)
     assert values["Accelerators needed"] == pytest.approx(needed)
     assert values["Racks"] == math.ceil((math.ceil(needed / 4) + 1) / 18)
@@ -49,6 +49,25 @@ def test_the_answer_recomputed_from_its_formulas():
     kilowatts = values["Accelerators"] * 1.4 * 1.3 * (0.3 + 0.7 * values["Mean utilisation"])
     assert values["Energy per month"] == pytest.approx(kilowatts * 1.54 * 730 / 1e3)
     assert values["Energy per million output tokens"] == pytest.approx(values["Energy per month"] * 1e3 / tokens)
+
+
+@pytest.mark.parametrize(("name", "of_a_day"), [("simple_qa", 10), ("rag", 10), ("summarisation", 3), ("agent", 3)])
+def test_the_busiest_hour_has_a_share_of_the_working_day(name, of_a_day):
+    """Neither at the ends of the assumptions' ranges does an hour ask for more than a day has."""
+    plan = buy(Rate(accelerator="H200"), Common(profile=(name,)), FleetFlags(), seats=200_000)
+    peak = plan.result("Peak demand")
+    assert peak.value * 3600 / 200_000 == pytest.approx(0.15 * of_a_day)
+    assert peak.high * 3600 / 200_000 < of_a_day
+    inputs = {one.name: (one.low, one.value, one.high) for one in plan.inputs}
+    assert inputs["busiest_hour_share"] == (0.083, 0.15, 0.3)
+    assert inputs["working_days_per_month"] == (19, 20, 22)
+
+
+def test_a_profile_without_interactions_is_refused(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("profiles: {idle: {input_tokens: 1, output_tokens: 1, interactions_per_user_month: 0}}")
+    with pytest.raises(UsageError, match="profile idle: interactions_per_user_month is 0"):
+        buy(GB300, Common(profiles=own), FleetFlags(), seats=10)
 
 
 def test_a_small_order_on_another_part():

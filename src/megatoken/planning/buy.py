@@ -22,12 +22,12 @@ from megatoken.planning.energy import PUE, levels, power_at
 from megatoken.planning.figures import Input, Plan, Result, Sensitivity, Table, by_swing, weakest
 from megatoken.planning.fleet import SupplyClass, size
 from megatoken.planning.fleet_plan import Supply
-from megatoken.planning.pricing import derating, interactions_of_users, price
+from megatoken.planning.pricing import derating, price
 from megatoken.planning.throughput import Throughput, check_positive
 from megatoken.planning.workloads import Profile
 from megatoken.text import count_of, precise, significant
 
-SEATS = "active_seat_share"
+DEMAND = ("busiest_hour_share", "working_days_per_month")
 SECONDS_PER_MONTH = HOURS_PER_MONTH * 3600
 HEADLINE, NEED, USED = "Cost per month", "Accelerators needed", "Mean utilisation"
 TOP = 3
@@ -43,7 +43,7 @@ RESULTS = {
     USED: ("share", "interactions per month / what the fleet serves in a month", False),
     "Energy per month": ("MWh", "wall power at the mean utilisation x PUE x 730 h", False),
     "Energy per million output tokens": ("kWh", "energy per month / output tokens per month", False),
-    "Peak demand": ("interactions/s", "seats x active share / pause of a user", False),
+    "Peak demand": ("interactions/s", "seats x interactions a working day x busiest hour's share / 3,600 s", False),
 }
 
 
@@ -80,7 +80,7 @@ def plan_buy(order: Order, assumptions: Assumptions) -> Plan:
     check_positive("--seats", order.seats, "5000")
     expected = answer(order, assumptions)
     ends, notes = _ends(order, assumptions, expected)
-    served, state = expected.served, weakest((expected.served.state, *assumptions.states([SEATS])))
+    served, state = expected.served, weakest((expected.served.state, *assumptions.states(DEMAND)))
     results = []
     for name, (unit, formula, whole) in RESULTS.items():
         value = expected.values[name]
@@ -116,10 +116,13 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     derated = derating(throughput, assumptions, order.factors)
     served = Served(profile, throughput, priced, derated, assumptions)
     share = per_node / throughput.accelerators
-    demand = interactions_of_users(order.seats * assumptions[SEATS], profile.pause_seconds)
+    monthly = order.seats * profile.interactions_per_user_month
+    if not monthly:
+        raise UsageError(f"profile {profile.name}: interactions_per_user_month is 0; set it above 0")
+    busiest_hour_share, working_days = (assumptions[name] for name in DEMAND)
+    demand = monthly / working_days * busiest_hour_share / 3600
     nodes = SupplyClass("base", served.planning * share, per_node, None, supply.nodes_per_rack, supply.whole_racks)
     sized = size(demand, nodes, spare_domains=order.spare_domains, domain=order.domain)
-    monthly = order.seats * profile.interactions_per_user_month
     millions = monthly * profile.written_tokens / 1e6
     capacity = served.highest_with_factors * share * sized.nodes * SECONDS_PER_MONTH
     utilisation = min(1.0, monthly / capacity)
@@ -149,7 +152,7 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     shown = [one for one in inputs if one.name != UTILISATION]
     every = (
         *throughput.inputs,
-        *assumptions.inputs([SEATS]),
+        *assumptions.inputs(DEMAND),
         *priced.inputs,
         *derated.factors,
         Input("accelerator_hour", dollars, "$/(accelerator hour)", "assumed", "system $/h of plan cost / accelerators"),
