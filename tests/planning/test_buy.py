@@ -174,6 +174,15 @@ def test_one_price_in_buy_and_fleet():
     assert found == pytest.approx(hour, rel=0.05)  # the power of a fleet that is hardly used is lower
 
 
+@pytest.mark.parametrize("name", ["H100", "H200", "B200", "GB200", "GB300"])
+def test_only_an_accelerator_without_a_price_is_said_to_have_that_of_another(name):
+    rate = Rate(accelerator=name, tokens_per_second=30_000.0, per="system", accelerators=8)
+    for plan in (buy(rate, RAG, FleetFlags(), seats=5000), cost(rate, RAG, PowerFlags())):
+        assert not [note for note in plan.notes if "price is that of" in note]
+    notes = cost(replace(rate, accelerator="MI300X"), RAG, PowerFlags()).notes
+    assert any("price is that of a GB300, this is a MI300X" in note for note in notes)
+
+
 def test_prices_are_those_of_the_part_and_dated():
     assumptions = load_assumptions()
     prices = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatoken.errors import UsageError
-from megatoken.planning.assumptions import Assumptions
+from megatoken.planning.assumptions import Assumptions, load_assumptions
 from megatoken.planning.bounds import Served
 from megatoken.planning.energy import WALL, Power, levels, power_at
 from megatoken.planning.figures import Input, Plan, Result, Sensitivity, State, Table, by_swing, weakest
@@ -235,9 +235,13 @@ def _hourly_names(system: System) -> list[str]:
 
 
 def price_notes(system: System, assumptions: Assumptions) -> list[str]:
-    """Says so if the assumed price is that of another accelerator."""
+    """Says so if the price is the default, which is that of another accelerator."""
     name = system.throughput.accelerator or "unknown accelerator"
-    if not system.rented and assumptions.entries[PRICE].state == "assumed" and PRICED.upper() not in name.upper():
+    if (
+        not system.rented
+        and assumptions.entries[PRICE] == load_assumptions().entries[PRICE]
+        and PRICED.upper() not in name.upper()
+    ):
         return [
             f"The assumed price is that of a {PRICED}, this is a {name}: give its price with --set {PRICE}=DOLLARS."
         ]
