@@ -166,6 +166,17 @@ def test_a_target_that_fails_every_request_is_given_up(clock: Clock) -> None:
     assert load.issued < 40
 
 
+def test_a_target_that_fails_all_at_once_leaves_no_window_without_length(clock: Clock) -> None:
+    load = PointLoad(ClosedLoop(passes(10, (0,)), 32), Phases(1.0, 10.0))
+    load.take_issued(0.0)
+    clock.now_ns += 2 * SECOND  # the window begins, and the point ends, in the next turn
+    for number in range(load.issued):
+        load.complete(number, 0)
+    load.take_issued(0.0)
+    assert load.all_issued and load.ended_by is not None and load.ended_by["code"] == "FAILING"
+    assert load.window_seconds(0) is None
+
+
 def test_a_load_that_ends_ends_the_point(clock: Clock) -> None:
     load = PointLoad(OpenLoop([(0.0, 1), (3.0, 2)]), Phases(0.0, None))
     drive(load, clock, serve_seconds=0.5, servers=1)

@@ -68,9 +68,9 @@ class PointLoad:
 
     def window_seconds(self, start_ns: int) -> tuple[float, float] | None:
         """Start and end of the window after ``start_ns``, as far as it came; None if it never began."""
-        if self._window_start_ns is None:
-            return None
         end_ns = self._window_end_ns or time.monotonic_ns()
+        if self._window_start_ns is None or end_ns <= self._window_start_ns:
+            return None
         return (self._window_start_ns - start_ns) / 1e9, (end_ns - start_ns) / 1e9
 
     def patience_seconds(self, longest: float) -> float:
@@ -129,7 +129,9 @@ class PointLoad:
         assert self._start_ns is not None
         if self.all_issued:
             return
-        if self._window_start_ns is None:
+        if self._failed >= FEWEST_FAILED and self._failed >= FAILED_SHARE * self._ended:
+            self._stop(now_ns, reason("FAILING", failed=self._failed, samples=self._ended))
+        elif self._window_start_ns is None:
             elapsed = (now_ns - self._start_ns) / 1e9
             turned_over = elapsed >= self._phases.warm_up_seconds and self._ended >= len(self._due)
             if turned_over or elapsed >= self._phases.longest_warm_up_seconds:
@@ -143,8 +145,6 @@ class PointLoad:
                 self._look_for_overload(now_ns)
         elif not self._unended_within or now_ns - self._window_end_ns >= (self._phases.window_seconds or 0.0) * 1e9:
             self.all_issued = True
-        if self._failed >= FEWEST_FAILED and self._failed >= FAILED_SHARE * self._ended:
-            self._stop(now_ns, reason("FAILING", failed=self._failed, samples=self._ended))
 
     def _look_for_overload(self, now_ns: int) -> None:
         before, after, due = self._backlog_before, len(self._due), self._due_within
