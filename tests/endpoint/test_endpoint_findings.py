@@ -70,6 +70,13 @@ def test_a_sweep_tells_what_its_answers_show_of_the_server(server: Server, tmp_p
     assert notes["SEVERAL_TOKENS_A_FRAME"]["tokens_per_frame"] == pytest.approx(4), out + err
 
 
+def test_a_server_that_fails_before_the_first_stage_is_over_is_named(server: Server, tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "prompts.jsonl", {"prompt": "error", "max_tokens": 12})
+    load = ("--concurrency", "8@20,16@20", "--warm-up", 0)
+    code, out, err = call_here("sweep", "--endpoint", server.url, "--prompts", lines, *load, "--out", tmp_path / "runs")
+    assert code == 1 and "HTTP 500: the engine has failed" in err and "Check that the target" in err, out + err
+
+
 def test_answers_without_any_text_make_a_run_invalid(server: Server, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", *({"prompt": f"textless {at}"} for at in range(4)))
     common = ("--endpoint", server.url, "--prompts", prompts, "--warm-up", 0, "--out", tmp_path / "runs")

@@ -69,7 +69,7 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
     the sweep INVALID.
     """
     first = runs[0]
-    whole = [run for run in runs if run.result["load"]["window_seconds"]]
+    whole = [run for run in runs if parts_of(run)]
     # An Offline run, which rules may ask for, has no place on a curve.
     alike = [run for run in whole if run.result["load"]["kind"] == first.result["load"]["kind"]]
     neighbours = [run.result["load"].get("neighbour") for run in alike]

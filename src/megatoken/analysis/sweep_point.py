@@ -49,8 +49,13 @@ def backlog_grows(before: int, after: int, due: int) -> bool:
 
 
 def parts_of(run: Run) -> list[Run]:
-    """A run for each part of ``run`` that is a point of its own: its stages as far as they came, else the run."""
+    """A run for each part of ``run`` that is a point of its own: its stages as far as they came, else the run.
+
+    Empty if it ended before its window or its first stage was over.
+    """
     load = run.result["load"]
+    if load["window_seconds"] is None:
+        return []
     if not (stages := load.get("stages")):
         return [run]
     begin, end = load["window_seconds"]

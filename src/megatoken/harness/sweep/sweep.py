@@ -127,7 +127,7 @@ class _Sweep:
         """Adds a run to the sweep and its document; returns whether it has something to count."""
         runs.append(run)
         write_text(self.path / SWEEP, to_json(judged_sweep(runs, self.path.name)))
-        if run.result["load"]["window_seconds"] is not None or self.stop.received:
+        if parts_of(run) or self.stop.received:
             return True
         why = f"{run.path}: {no_window(run)['message']}"
         if len(runs) == 1:
