@@ -87,6 +87,11 @@ class Server:
                     reply(writer, {"error": {"message": "not this time"}}, self.refuses_with)
                 elif not body.get("stream"):
                     self.whole.append(body)
+                    if body["prompt"] == "unlike":  # another form, as long as the connection lasts
+                        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
+                        writer.write(head + b'{"choices": [{"token_ids": 7}]}')
+                        writer.close()
+                        return
                     if "ignore_eos" in body and self.asked["knows nothing"]:
                         reply(writer, {"error": {"message": "ignore_eos: extra fields are not permitted"}}, 400)
                     else:

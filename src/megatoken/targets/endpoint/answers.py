@@ -105,7 +105,12 @@ class Answer:
                         self._pieces.append(piece.decode())
                     continue
             if frame:
-                self._take_frame(frame, now_ns)
+                try:
+                    self._take_frame(frame, now_ns)
+                except BrokenAnswerError:
+                    raise
+                except Exception:  # a document can have any form
+                    raise _not_of_the_api(frame) from None
                 head, tail = self.head, self.tail
 
     @property
@@ -137,6 +142,20 @@ class Answer:
     def take_body(self, body: bytes) -> None:
         """Takes an answer that is no stream. Raises BrokenAnswerError."""
         self.streamed = False
+        try:
+            self._take_whole(body)
+        except BrokenAnswerError:
+            raise
+        except Exception:  # a document can have any form
+            raise _not_of_the_api(body) from None
+
+    def check_prompt_tokens(self, request_bytes: int) -> None:
+        """Leaves out a count of prompt tokens that cannot be true: a token is at least one byte of the request."""
+        if self.input_tokens > request_bytes + ADDED_TOKENS:
+            self.input_tokens = self.cached_tokens = -1
+            self.flags |= Flag.OVER_REQUEST
+
+    def _take_whole(self, body: bytes) -> None:
         document = _json(body)
         if self._api == "responses":
             self._take_response(document)
@@ -153,15 +172,9 @@ class Answer:
         if not self.finish_reason:
             raise BrokenAnswerError("the answer has no finish reason")
         self.finish_reason = _ENDS.get(self.finish_reason, self.finish_reason)
-        self.text_hash = zlib.crc32(text.encode())
+        self.text_hash = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         if self._pieces is not None:
             self._pieces.append(text)
-
-    def check_prompt_tokens(self, request_bytes: int) -> None:
-        """Leaves out a count of prompt tokens that cannot be true: a token is at least one byte of the request."""
-        if self.input_tokens > request_bytes + ADDED_TOKENS:
-            self.input_tokens = self.cached_tokens = -1
-            self.flags |= Flag.OVER_REQUEST
 
     def _take_piece(self, piece: bytes, now_ns: int) -> None:
         self.frames += 1
@@ -281,6 +294,10 @@ def _json(data: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise BrokenAnswerError(f"not a JSON object: {_shown(data)}")
     return document
+
+
+def _not_of_the_api(data: bytes) -> BrokenAnswerError:
+    return BrokenAnswerError(f"not an answer of the API: {_shown(data)}")
 
 
 def _choice(document: dict[str, Any]) -> dict[str, Any] | None:

@@ -196,10 +196,7 @@ class Connection:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            cause = error.__cause__ or error.__context__
-            self._fail(
-                "answer", str(cause) if isinstance(cause, BrokenAnswerError) else f"{type(cause).__name__}: {cause}"
-            )
+            self._fail("answer", str(error.__cause__ or error.__context__))  # a BrokenAnswerError
         except httptools.HttpParserUpgrade:
             self._fail("answer", "the server changes to another protocol")
         except httptools.HttpParserError as error:
