@@ -93,6 +93,19 @@ def test_the_range_is_the_root_of_the_sum_of_squares():
     ]
 
 
+@pytest.mark.parametrize("seats", [5000, 500_000, 2_000_000])
+@pytest.mark.parametrize(("accelerator", "per_node"), [("GB300", 4), ("H200", 8)])
+def test_both_ends_of_the_hardware_are_one_purchase(seats, accelerator, per_node):
+    plan = buy(Rate(accelerator=accelerator), RAG, FleetFlags(), seats=seats)
+    nodes, accelerators, needed = (plan.result(name) for name in ("Nodes", "Accelerators", "Accelerators needed"))
+    for end in ("low", "value", "high"):
+        bought = math.ceil(getattr(needed, end) / per_node) + 1
+        if accelerator == "GB300":
+            assert getattr(plan.result("Racks"), end) == math.ceil(bought / 18)
+            bought = math.ceil(bought / 18) * 18
+        assert (getattr(nodes, end), getattr(accelerators, end)) == (bought, per_node * bought)
+
+
 def test_the_title_is_the_answer():
     plan = buy(Rate(accelerator="GB300"), RAG, FleetFlags(), seats=5000)
     assert (

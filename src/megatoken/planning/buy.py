@@ -20,7 +20,7 @@ from megatoken.planning.cost import (
 )
 from megatoken.planning.energy import PUE, levels, power_at
 from megatoken.planning.figures import Input, Plan, Result, Sensitivity, Table, by_swing, weakest
-from megatoken.planning.fleet import SupplyClass, size
+from megatoken.planning.fleet import Size, SupplyClass, size
 from megatoken.planning.fleet_plan import Supply
 from megatoken.planning.pricing import derating, price
 from megatoken.planning.throughput import Throughput, check_positive
@@ -65,6 +65,7 @@ class Answer:
 
     values: Mapping[str, float | None]
     served: Served
+    nodes: SupplyClass
     inputs: tuple[Input, ...]
     notes: tuple[str, ...]
 
@@ -73,6 +74,7 @@ def plan_buy(order: Order, assumptions: Assumptions) -> Plan:
     """The answer with its range: each result with every assumption at the ends of its range, one at a time.
 
     The distances, as logarithms, are taken as independent: low and high are the roots of the sums of their squares.
+    Racks, nodes and accelerators are those bought for the low and the high number of accelerators needed.
 
     Raises:
         UsageError: the demand, the rate, the power or the price is unknown or out of range.
@@ -82,13 +84,19 @@ def plan_buy(order: Order, assumptions: Assumptions) -> Plan:
     ends, notes = _ends(order, assumptions, expected)
     served, state = expected.served, weakest((expected.served.state, *assumptions.states(DEMAND)))
     results = []
+    needs = [pair[NEED] for pairs in ends.values() for pair in pairs]
+    least, most = (
+        _bought(order, expected.nodes, needed / expected.nodes.accelerators_per_node * expected.nodes.rate_per_node)[1]
+        for needed in _range(expected.values[NEED] or 0.0, needs)
+    )
     for name, (unit, formula, whole) in RESULTS.items():
         value = expected.values[name]
         if value is None:
             continue
-        low, high = _range(value, [pair[name] for pairs in ends.values() for pair in pairs])
         if whole:
-            low, high, value = math.floor(low), math.ceil(high), round(value)
+            low, high = least[name], most[name]
+        else:
+            low, high = _range(value, [pair[name] for pairs in ends.values() for pair in pairs])
         results.append(Result(name, value, unit, formula, state, low, high))
     moves = {name: _moves(name, ends, assumptions) for name in (HEADLINE, NEED)}
     return Plan(
@@ -122,7 +130,7 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     busiest_hour_share, working_days = (assumptions[name] for name in DEMAND)
     demand = monthly / working_days * busiest_hour_share / 3600
     nodes = SupplyClass("base", served.planning * share, per_node, None, supply.nodes_per_rack, supply.whole_racks)
-    sized = size(demand, nodes, spare_domains=order.spare_domains, domain=order.domain)
+    sized, bought = _bought(order, nodes, demand)
     millions = monthly * profile.written_tokens / 1e6
     capacity = served.highest_with_factors * share * sized.nodes * SECONDS_PER_MONTH
     utilisation = min(1.0, monthly / capacity)
@@ -138,9 +146,7 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
     cost = dollars * sized.accelerators * HOURS_PER_MONTH + growing
     energy = _site_kwh(system, used, sized.accelerators / throughput.accelerators)
     values = {
-        "Racks": sized.racks,
-        "Nodes": sized.nodes,
-        "Accelerators": sized.accelerators,
+        **bought,
         NEED: sized.exact_nodes * per_node,
         HEADLINE: cost,
         "Cost per million output tokens": cost / millions if millions else None,
@@ -158,7 +164,15 @@ def answer(order: Order, assumptions: Assumptions) -> Answer:
         Input("accelerator_hour", dollars, "$/(accelerator hour)", "assumed", "system $/h of plan cost / accelerators"),
         *shown,
     )
-    return Answer(values, served, tuple(dict.fromkeys(every)), (*throughput.notes, *price_notes(system, assumptions)))
+    return Answer(
+        values, served, nodes, tuple(dict.fromkeys(every)), (*throughput.notes, *price_notes(system, assumptions))
+    )
+
+
+def _bought(order: Order, nodes: SupplyClass, demand: float) -> tuple[Size, dict[str, float | None]]:
+    """The nodes that serve ``demand``, with spares, as one purchase in the unit of each result."""
+    sized = size(demand, nodes, spare_domains=order.spare_domains, domain=order.domain)
+    return sized, {"Racks": sized.racks, "Nodes": sized.nodes, "Accelerators": sized.accelerators}
 
 
 def _unknown_hardware(throughput: Throughput, per_node: int | None, *, priced: bool) -> str:
