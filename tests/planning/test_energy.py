@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.capacity import plan_capacity
 from megatoken.planning.energy import energy_of, plan_energy, power_at, power_given, power_of
 from megatoken.planning.throughput import from_number, from_runs
 from megatoken.planning.workloads import load_profiles
@@ -95,9 +96,14 @@ def test_power_at_the_wall_needs_no_factor_to_the_wall(rack, assumptions):
 
 
 def test_energy_of_interactions(rack, assumptions):
-    plan = plan_energy(rack, power_of(rack), assumptions, profiles=load_profiles(names=["simple_qa"]))
-    [row] = plan.table("interactions").rows
-    assert row["site_energy_kwh_per_thousand_interactions"] == pytest.approx(201.8016 / 2984.26 / 3.6, rel=1e-4)
+    """At the highest rate of ``plan capacity``, which is its planning rate over the ceiling of 0.7."""
+    profiles = load_profiles()
+    rows = plan_energy(rack, power_of(rack), assumptions, profiles=profiles).table("interactions").rows
+    capacity = plan_capacity(rack, profiles, assumptions).table("concurrency").rows
+    for row, one in zip(rows, capacity, strict=True):
+        highest = one["planning_interactions_per_second"] / 0.7
+        assert row["site_energy_kwh_per_thousand_interactions"] == pytest.approx(201.8016 / highest / 3.6)
+    assert rows[1]["site_energy_kwh_per_thousand_interactions"] == pytest.approx(0.104, abs=5e-4)
 
 
 def test_pue_moves_the_site_only(rack, assumptions):

@@ -11,8 +11,9 @@ from megatoken.analysis.energy import RunEnergy, energy_together, run_energy
 from megatoken.analysis.published import accelerator_facts, accelerator_table
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, read_shipped
+from megatoken.planning.bounds import Served
 from megatoken.planning.figures import STATES_TO_GIVE, Input, Plan, Result, State, Table, weakest
-from megatoken.planning.pricing import Prices, price
+from megatoken.planning.pricing import derating, price
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile
 from megatoken.text import exact, precise, significant
@@ -105,12 +106,13 @@ def plan_energy(
     found = levels(throughput, power, assumptions)
     site = found[-1]
     carbon_state = weakest((site.state, *assumptions.states([CARBON])))
-    priced = price(throughput, assumptions)
+    priced, derated = price(throughput, assumptions), derating(throughput, assumptions)
     names = ([WALL] if power.boundary == "accelerators" else []) + [PUE, CARBON]
     tables = [_boundaries(rate, found, assumptions[CARBON]), efficiency_table(), uplift_table()]
     if profiles:
-        state = weakest((carbon_state, priced.state))
-        tables.insert(1, _interactions(profiles, priced.prices, found, assumptions[CARBON], state))
+        served = [Served(profile, throughput, priced, derated, assumptions) for profile in profiles]
+        state = weakest((carbon_state, priced.state, derated.latency_bound_state))
+        tables.insert(1, _interactions(served, found, assumptions[CARBON], state))
     kwh = site.watts / rate * 1e6 / JOULES_PER_KWH
     grams = kwh * assumptions[CARBON]
     return Plan(
@@ -120,7 +122,7 @@ def plan_energy(
             *throughput.inputs,
             Input("power", power.watts, f"W, {_words(power.boundary)}", power.state, power.source),
             *assumptions.inputs([*names, ELECTRICITY]),
-            *(priced.inputs if profiles else ()),
+            *((*priced.inputs, *derated.factors[:-1]) if profiles else ()),
         ),
         results=(
             Result(
@@ -177,21 +179,21 @@ def _boundaries(rate: float, found: Sequence[Power], carbon_grams_per_kwh: float
     return Table("boundaries", "Energy of output tokens, by boundary", tuple(rows))
 
 
-def _interactions(
-    profiles: Sequence[Profile], prices: Prices, found: Sequence[Power], carbon_grams_per_kwh: float, state: State
-) -> Table:
+def _interactions(served: Sequence[Served], found: Sequence[Power], carbon_grams_per_kwh: float, state: State) -> Table:
     rows = []
-    for profile in profiles:
-        kwh = prices.interaction_seconds(profile) * found[-1].watts / JOULES_PER_KWH * 1000
+    for one in served:
+        kwh = 1 / one.highest_with_factors * found[-1].watts / JOULES_PER_KWH * 1000
         rows.append(
             {
-                "profile": profile.name,
+                "profile": one.profile.name,
                 "site_energy_kwh_per_thousand_interactions": kwh,
                 "co2_grams_per_thousand_interactions": kwh * carbon_grams_per_kwh,
-                "state": weakest((state, profile.state)),
+                "state": weakest((state, one.profile.state)),
             }
         )
-    note = "for a fully used system; an idle system spends more energy per interaction"
+    note = (
+        "at full power and the highest rate within KV memory and the latency limits; an idle system spends more energy"
+    )
     return Table("interactions", "Energy of interactions", tuple(rows), note)
 
 
