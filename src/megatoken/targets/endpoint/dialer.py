@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import socket
 import ssl
+from contextlib import suppress
 from typing import Any
 
 from megatoken.targets.endpoint.address import Address
@@ -22,7 +24,8 @@ METRICS = {
     b"vllm:generation_tokens_total": "output_tokens",
     b"vllm:prompt_tokens_total": "input_tokens",
 }
-_METRIC = re.compile(rb"^(vllm:[a-z_]+)(?:\{[^}\n]*\})? ([0-9.eE+-]+)", re.MULTILINE)
+_LABELS = rb'\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\}'
+_METRIC = re.compile(rb"^(vllm:[a-z_]+)(?:%b)? (\S+)" % _LABELS, re.MULTILINE)
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-4])")  # not that of a failing server
 
 
@@ -40,10 +43,9 @@ class Dialer:
     async def connect(self) -> socket.socket:
         """A new connection, its handshake done. Raises OSError."""
         loop, host = asyncio.get_running_loop(), self._address.host
-        places = self._places or await loop.getaddrinfo(host, self._address.port, type=socket.SOCK_STREAM)
-        self._places = []
+        self._places = self._places or await loop.getaddrinfo(host, self._address.port, type=socket.SOCK_STREAM)
         error = OSError("the name has no address")
-        for family, kind, protocol, _, place in places:
+        for family, kind, protocol, _, place in self._places:
             opened = socket.socket(family, kind, protocol)
             try:
                 opened.setblocking(False)
@@ -57,10 +59,11 @@ class Dialer:
                 error = raised
             except BaseException:
                 opened.close()
+                self._places = []
                 raise
             else:
-                self._places = places
                 return opened
+        self._places = []
         raise error
 
     async def answers(self) -> bool:
@@ -71,12 +74,14 @@ class Dialer:
         """The server's metrics, summed over their labels; empty if it has none."""
         values: dict[str, float] = {}
         for name, value in _METRIC.findall(await self._get(f"{self._address.root}/metrics")):
-            if name in METRICS:
-                values[METRICS[name]] = values.get(METRICS[name], 0.0) + float(value)
+            with suppress(KeyError, ValueError):  # another metric, or no number
+                total = values.get(METRICS[name], 0.0) + float(value)
+                if math.isfinite(total):
+                    values[METRICS[name]] = total
         return values
 
     async def _get(self, path: str, *, status_only: bool = False) -> bytes:
-        """The head and the body of an answer, or its first line; empty without one."""
+        """The head and the body of an answer, or its first line; empty without one of at most ``MOST_BYTES``."""
         head = f"GET {path} HTTP/1.1\r\nHost: {self._address.name}\r\nConnection: close\r\n"
         head += f"Authorization: Bearer {self._key}\r\n" if self._key else ""
         try:
@@ -86,11 +91,16 @@ class Dialer:
                 )
                 try:
                     writer.write(head.encode() + b"\r\n")
-                    return await (reader.readline() if status_only else reader.read(-1))
+                    if status_only:
+                        return await reader.readline()
+                    await reader.readexactly(MOST_BYTES + 1)
                 finally:
                     writer.close()
-        except (OSError, TimeoutError, asyncio.LimitOverrunError):
-            return b""
+        except asyncio.IncompleteReadError as ended:
+            return ended.partial
+        except (OSError, ValueError):  # no answer in time, or a line that is too long
+            pass
+        return b""
 
 
 async def _shake_hands(opened: ssl.SSLSocket) -> None:
