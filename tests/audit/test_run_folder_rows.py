@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_run_folder_fields import FP32, OPTIONS, TINY, held_against, made
+from test_run_folder_fields import FP32, OPTIONS, TINY, Edit, edited, held_against, in_result, made
 
 from cli_support import call_here
 from megatoken.analysis.repeats import summarise_repeats
@@ -145,3 +145,23 @@ def test_repeats_that_are_copies_or_missing_are_named(repeated: Path, tmp_path: 
     assert held_against(audit(folder).findings)["run_folder.copies"] == "001, 002 have logs of one run"
     code, _, err = call_here("compare", folder, repeated / "001")
     assert code == 2 and "002 is a copy of 001: their answers ended at the same moments; remove one of them" in err
+
+
+def test_more_input_than_the_series_has(offline: Path, tmp_path: Path) -> None:
+    def thrice(table: pa.Table) -> pa.Table:
+        return set_column(table, "input_tokens", 3 * column(table, "input_tokens").astype(int))
+
+    assert "input and output tokens in" in found(offline, tmp_path, "requests.parquet", thrice)["run_folder.series"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (
+            in_result(identity__files=lambda files: [one | {"sha256": "0" * 64} for one in files]),
+            "identity.weights_sha256",
+        ),
+    ],
+)
+def test_hashes_that_other_fields_contradict(offline: Path, tmp_path: Path, edit: Edit, text: str) -> None:
+    assert text in edited(offline, tmp_path, edit)["run_folder.configuration"]

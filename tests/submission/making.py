@@ -220,7 +220,9 @@ def direct(
     lg.StartTestWithLogSettings(sut, library, settings, logs, str(user_conf / "audit"))
     folder.add_samples(rows)
     ended = max(row.last_token_seconds for row in rows)
-    folder.add_series(SeriesRow(ended, "here", 0, sum(row.output_tokens for row in rows), 0, 0, 0, 0, 0, 0, 0, 0))
+    output = sum(row.output_tokens for row in rows)
+    processed = output + sum(row.input_tokens for row in rows)
+    folder.add_series(SeriesRow(ended, "here", 0, output, processed, 0, 0, 0, 0, 0, 0, 0))
     requests, _ = folder.end_recording()
     log = read_finished_log(folder.mlperf_directory, "loadgen_version")
     offered: dict[str, float | None] = dict.fromkeys(

@@ -31,6 +31,7 @@ from megatoken.hardware.qualify.references import check_document
 from megatoken.harness.loadgen_plan import library_to_data_set
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.run_figures import completion_seconds, in_seconds, samples_answers, whole
+from megatoken.runs.identity import TEMPLATE_FILES, TOKENIZER_FILES, joint_hash
 from megatoken.runs.plan_hash import changed_parts, unknown_edits
 from megatoken.runs.run import CONFIG, ENVIRONMENT, QUALIFICATION, SCHEMA_VERSION, SERIES, Run
 from megatoken.text import count_of, is_number, precise
@@ -84,6 +85,7 @@ def configuration(folder: RunFolder) -> Iterator[str]:
         yield f"target.steps_in_flight {steps}, {CONFIG} engine.overlap {overlap}"
     yield from (f"{one['key']} differs from the hash stored when the run began" for one in changed_parts(run))
     yield from _subject(run)
+    yield from _files(run)
     yield from _simulated(run)
     if not folder.on_rack:
         yield from _device(run)
@@ -129,6 +131,22 @@ def _subject(run: Run) -> Iterator[str]:
     for place, path in ((f"{CONFIG}", given), ("data_set_source", source if is_path else None)):
         if isinstance(path, str) and name is not None and PurePath(path).name != name:
             yield f"data_set {name}, {place} {path}"
+
+
+def _files(run: Run) -> Iterator[str]:
+    """Hashes of weights, tokenizer and chat template against those of the files that they are of."""
+    identity = mapping(run.result.get("identity"))
+    if "files" not in identity:
+        return
+    hashes = {one["name"]: one["sha256"] for one in identity["files"]}
+    weights = hashes.keys() - {*TOKENIZER_FILES, *TEMPLATE_FILES}
+    for of, names in (("weights", weights), ("tokenizer", TOKENIZER_FILES), ("chat_template", TEMPLATE_FILES)):
+        again, stored = (
+            joint_hash({name: hashes[name] for name in names if name in hashes}),
+            identity.get(f"{of}_sha256"),
+        )
+        if stored != again:
+            yield f"identity.{of}_sha256 {stored}, by identity.files {again}"
 
 
 def _simulated(run: Run) -> Iterator[str]:

@@ -123,6 +123,18 @@ def series(folder: RunFolder) -> Iterator[str]:
             f"{tokens[at]:,.0f} output tokens at {times[at]:.3f} s in {SERIES}, {ended[at]:,.0f} to {begun[at]:,.0f} "
             f"by {REQUESTS}; {count_of(len(wrong), 'row')} like this"
         )
+    yield from _processed(folder, samples, output)
+
+
+def _processed(folder: RunFolder, samples: Samples, output: int) -> Iterator[str]:
+    """An engine computes every token of prompts and answers but the last of each; a prefix cache spares it some."""
+    table = folder.run.series
+    recomputed = _last_total(table, "recomputed_tokens")
+    most = float(samples.input_tokens.sum()) + output
+    least = 0.0 if mapping(folder.run.config.get("engine")).get("prefix_cache") else most - len(samples)
+    counted = _last_total(table, "processed_tokens") - (recomputed if np.isfinite(recomputed) else 0.0)
+    if counted < least or counted > most:
+        yield f"{counted:,.0f} input and output tokens in {SERIES}, {most:,.0f} in {REQUESTS}"
 
 
 def _last_total(table: pa.Table, column: str) -> float:

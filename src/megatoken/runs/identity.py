@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,6 +44,12 @@ class FileHash:
     name: str
     bytes: int
     sha256: str
+
+
+def joint_hash(files: Mapping[str, str]) -> str | None:
+    """SHA-256 over several files, given theirs by name; None of no file."""
+    lines = [f"{sha256}  {name}\n" for name, sha256 in sorted(files.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else None
 
 
 class ModelFiles:
@@ -105,8 +111,7 @@ class ModelFiles:
         }
 
     def _joint(self, names: Iterable[str]) -> str | None:
-        lines = [f"{one.sha256}  {one.name}\n" for name in sorted(names) if (one := self._found.get(name))]
-        return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else None
+        return joint_hash({name: one.sha256 for name in names if (one := self._found.get(name))})
 
     def _run(self) -> None:
         others = [name for name in (*TOKENIZER_FILES, *TEMPLATE_FILES) if (self._folder / name).is_file()]
