@@ -299,6 +299,8 @@ def test_what_a_server_has_chosen_itself_is_refused_in_one_line(server: Server, 
     for flags, said in (
         (("--prompts", prompts, "--precision", "bf16"), "--precision bf16: the server at --endpoint has its own"),
         (("--api", "chat", "--samples", 1), "--api chat: that route takes messages, so it needs prompts"),
+        (("--endpoint.stream", "false", "--scenario", "singlestream"), "needs times to first token"),
+        (("--endpoint.stream", "false", "--find-rate", "--scenario", "server"), "needs times to first token"),
     ):
         code, _, err = call_here("run", "--endpoint", server.url, *flags, "--out", tmp_path / "runs")
         assert code == 2 and said in err and len(err.strip().splitlines()) == 1, err

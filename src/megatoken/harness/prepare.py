@@ -205,6 +205,9 @@ def _check_backend(config: RunConfig, model: ServedModel, *, needs_prompts: bool
     if config.precision is not None and config.endpoint.urls is not None:
         where = "the command of --start-server" if config.endpoint.start_server else "the server's own command"
         raise UsageError(f"--precision {config.precision}: the server at --endpoint has its own; choose it in {where}")
+    if config.endpoint.stream is False and (config.find_rate or config.scenario == "singlestream"):
+        what = "a search for a rate" if config.find_rate else "the scenario singlestream"
+        raise UsageError(f"endpoint.stream false: {what} needs times to first token, which streams show; leave it out")
     for key, wanted in (
         ("mode", config.mode == "accuracy"),
         ("compliance", config.compliance is not None),
