@@ -38,6 +38,7 @@ def make_run(tmp_path) -> Callable[..., Run]:
         slow: int = 0,
         failed: int = 0,
         watts: float | None = None,
+        metered_watts: float | None = None,
         verdict: str = "MEASURED",
         name: str = "run",
         gpus: tuple[str, ...] = (),
@@ -64,9 +65,8 @@ def make_run(tmp_path) -> Callable[..., Run]:
             )  # fmt: skip
             folder.add_samples([row])
         for second in range(11):
-            folder.add_series(
-                SeriesRow(second * 1.0, "host", 0, 500 * second, 1500 * second, 4, 8, 90, 100, 4, 0, 0, watts)
-            )
+            row = SeriesRow(second * 1.0, "host", 0, 500 * second, 1500 * second, 4, 8, 90, 100, 4, 0, 0, watts)
+            folder.add_series(row._replace(system_power_watts=metered_watts))
         reasons = [] if verdict == "MEASURED" else [{"code": "SAMPLES_FAILED", "message": "some"}]
         folder.finish({"verdict": verdict, "reasons": reasons})
         return read_run(folder.path)

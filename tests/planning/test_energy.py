@@ -59,6 +59,16 @@ def test_a_measured_run_is_set_against_its_own_tokens(make_run, assumptions):
     assert any("relative to nameplate" in note for note in plan.notes)
 
 
+def test_a_power_meter_measured_the_whole_system(make_run, assumptions):
+    run = make_run(metered_watts=250.0)
+    energy, throughput = energy_of([run]), from_runs([run], assumptions)
+    power = power_of(throughput, energy)
+    assert (power.watts, power.boundary, power.state) == (250.0, "wall", "measured")
+    rows = plan_energy(throughput, power, assumptions, energy=energy).table("boundaries").rows
+    assert [row["power_watts"] for row in rows] == pytest.approx([250, 250 * 1.54])
+    assert rows[0]["output_tokens_per_joule"] == pytest.approx(500 / 250)
+
+
 def test_a_run_without_power_falls_back_to_the_data_sheet_and_says_so(make_run, assumptions):
     run = make_run(gpus=("NVIDIA H200",))
     energy, throughput = energy_of([run]), from_runs([run], assumptions)

@@ -33,6 +33,7 @@ class RunEnergy:
     output_tokens: int
     seconds: float
     why: str
+    by_meter: bool = False  # of the whole system, not of the accelerators alone
 
     @property
     def mean_watts(self) -> float | None:
@@ -79,7 +80,7 @@ def system_energy(series: pa.Table) -> RunEnergy:
         gap = f"the power meter was not read for {spans.max():.1f} s"
         why = f"{gap}; {LONGEST_GAP_SECONDS:g} s is the longest allowed gap"
         return RunEnergy(None, output_tokens, float(times[-1]), why)
-    return RunEnergy(float((watts * spans).sum()), output_tokens, float(times[-1]), BASIS)
+    return RunEnergy(float((watts * spans).sum()), output_tokens, float(times[-1]), BASIS, by_meter=True)
 
 
 def energy_together(energies: Sequence[RunEnergy]) -> RunEnergy:
@@ -90,4 +91,5 @@ def energy_together(energies: Sequence[RunEnergy]) -> RunEnergy:
         sum(energy.output_tokens for energy in energies),
         sum(energy.seconds for energy in energies),
         unknown.why if unknown else energies[0].why,
+        all(energy.by_meter for energy in energies),
     )

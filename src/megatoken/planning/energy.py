@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from megatoken.analysis.energy import RunEnergy, energy_together, run_energy
+from megatoken.analysis.energy import RunEnergy, energy_together, run_energy, system_energy
 from megatoken.analysis.published import accelerator_facts, accelerator_table
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, read_shipped
@@ -56,7 +56,7 @@ def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power |
     None without a measurement, if the accelerators or their number are not known. Raises UsageError: their TDP is not.
     """
     if energy is not None and energy.mean_watts is not None:
-        return Power(energy.mean_watts, "accelerators", "measured", energy.why)
+        return Power(energy.mean_watts, "wall" if energy.by_meter else "accelerators", "measured", energy.why)
     count, name = throughput.accelerators, throughput.accelerator
     if count is None or name is None:
         return None
@@ -68,8 +68,12 @@ def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power |
 
 
 def energy_of(runs: Sequence[Run]) -> RunEnergy:
-    """Energy of a run, or of all repeats together, if they recorded power."""
-    return energy_together([run_energy(run.series) for run in runs])
+    """Energy of a run, or of all repeats together: of the accelerators, else of the whole system by its meter."""
+    of_accelerators = energy_together([run_energy(run.series) for run in runs])
+    if of_accelerators.joules is not None:
+        return of_accelerators
+    metered = energy_together([system_energy(run.series) for run in runs])
+    return of_accelerators if metered.joules is None else metered
 
 
 def rate_at(throughput: Throughput, power: Power, energy: RunEnergy | None) -> float:
