@@ -12,6 +12,7 @@ from endpoint_support import answered, connected, prompts
 from scripted_server import ITL_SECONDS, Server, scripted_server
 
 from cli_support import call_here, write_lines
+from megatoken.audit import Severity, audit
 
 
 @pytest.fixture
@@ -75,6 +76,15 @@ def test_a_server_that_fails_before_the_first_stage_is_over_is_named(server: Ser
     load = ("--concurrency", "8@20,16@20", "--warm-up", 0)
     code, out, err = call_here("sweep", "--endpoint", server.url, "--prompts", lines, *load, "--out", tmp_path / "runs")
     assert code == 1 and "HTTP 500: the engine has failed" in err and "Check that the target" in err, out + err
+
+
+def test_a_server_that_fails_every_query_of_singlestream_is_named(server: Server, tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "prompts.jsonl", *({"prompt": f"error {at}"} for at in range(8)))
+    load = ("--scenario", "singlestream", "--min-duration", 0, "--samples", 70, "--warm-up", 0)
+    code, out, err = call_here("run", "--endpoint", server.url, "--prompts", lines, *load, "--out", tmp_path / "runs")
+    assert code == 3 and "FAILED_SAMPLES" in out and "HTTP 500: the engine has failed" in out, out + err
+    (folder,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert [item.id for item in audit(folder).findings if item.severity is Severity.FAIL] == []
 
 
 def test_answers_without_any_text_make_a_run_invalid(server: Server, tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ class Measurement:
         self._power_meter = power_meter
         self._offline = settings is not None and settings.scenario == "offline"
         self._streams = not self._offline  # LoadGen asks for first tokens
+        self._needs_first_tokens = settings is not None and settings.scenario == "singlestream"
         self._schedule = None
         if settings is not None and LOADGEN_SCENARIOS[settings.scenario] == "Server":
             self._schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
@@ -438,6 +439,8 @@ class Measurement:
             detokenise_ns = self._text.detokenise(sample.token_ids)
             self._spent.detokenise += detokenise_ns
         if finish_reason != "cancelled":
+            if self._needs_first_tokens and sample.first_ns is None:  # without any, LoadGen's process crashes
+                self._test.first_token(number, NO_TOKEN)
             self._test.complete(number, sample.output_tokens, sample.token_ids)
         self._work.end(int(self._data_set.output_limits[sample.row]), sample.output_tokens)
         if sample.token_times:
