@@ -127,7 +127,7 @@ def test_all_that_a_slow_host_would_slow_can_be_captured(
     from megatoken.hardware.qualify import gpu_timing
 
     monkeypatch.setattr(gpu_timing, "MOST_LAUNCHING", 0.0)
-    monkeypatch.setattr(gpu_timing, "SETTLED_SECONDS", 0.1)
+    monkeypatch.setattr(gpu_timing, "SWING_SECONDS", 0.1)
     module, _, name = test.partition(":")
     function = getattr(import_module(f"megatoken.hardware.qualify.{module}"), name)
     outcomes = list(function(replace(brief, warm_up_seconds=0.1)))

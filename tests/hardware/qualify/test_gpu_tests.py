@@ -84,7 +84,7 @@ def test_products_have_the_bounds_of_the_data_sheet(tiny: Setting) -> None:
     assert list(found) == ["gemm_bf16_64", "gemm_fp8_64"]
     bounds = [one.bound.value for one in found.values() if isinstance(one, Value) and one.bound]
     assert bounds == [989.0, 1979.0]
-    assert ASKED == [(gpu_timing.SETTLED_SECONDS, 1)] * 2
+    assert ASKED == [(gpu_timing.SWING_SECONDS, 1)] * 2
 
 
 def test_layers_of_few_tokens_are_bound_by_bytes(tiny: Setting) -> None:
@@ -95,7 +95,7 @@ def test_layers_of_few_tokens_are_bound_by_bytes(tiny: Setting) -> None:
     few, many = (found[f"layer_products_fp8_llama2-70b_{tokens}"] for tokens in (64, 1536))
     assert isinstance(few, Value) and isinstance(many, Value) and few.bound and many.bound
     assert few.bound.value < many.bound.value < 1979.0
-    assert ASKED == [(gpu_timing.SETTLED_SECONDS, gpu_products.LAYERS * 4)] * 4
+    assert ASKED == [(gpu_timing.SWING_SECONDS, gpu_products.LAYERS * 4)] * 4
 
 
 def test_zeros_are_zeros_and_the_ratio_is_of_both_rates(tiny: Setting) -> None:
@@ -407,3 +407,22 @@ def test_windows_in_pieces_all_see_the_same_swing_of_the_clock(tiny: Setting, mo
     assert statistics.mean(pieces) == pytest.approx(statistics.mean(whole), rel=0.002)
     few = gpu_timing._windows(run, 0.03, in_pieces)  # three calls a window
     assert len(few) == 7 and statistics.mean(few) == pytest.approx(0.001, rel=0.05)
+
+
+@pytest.mark.parametrize("each", [0.0004, 0.0118, 0.016])
+def test_windows_of_what_power_limits_last_whole_swings(
+    each: float, tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the load began in the swing, the mean is the same, also where a window has few calls."""
+    found = []
+    for phase in (0.0, 0.25, 0.5, 0.75):
+
+        def run(phase: float = phase) -> None:
+            StandInEvent.now += each * (1 + 0.04 * math.sin(2 * math.pi * (StandInEvent.now + phase)))
+
+        monkeypatch.setattr(gpu_timing, "timing_event", StandInEvent)
+        monkeypatch.setattr(StandInEvent, "now", 0.0)
+        setting = gpu_timing.limited_by_power(replace(tiny, seconds=0.7, windows=7))
+        assert (setting.warm_up_seconds, setting.seconds) == (1.0, 1.0)
+        found += [statistics.mean(gpu_timing._windows(run, each, setting))]
+    assert max(found) / min(found) < 1.002
