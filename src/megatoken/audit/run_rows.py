@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 # stopped up to 12 ms; over HTTP it was 40 ms, on simulated racks 150 ms.
 LATE_SECONDS, FEW_LATE_SECONDS, REMOTE_LATE_SECONDS = 0.01, 0.1, 0.2
 LATE_SHARE = 0.1  # of the latency, and half the share of the time that the process waited for a core
-MIDDLE = (
-    "p50",
-    "p90",
-)  # above them a few late answers decide, and answers of two tokens decide the time per output token
+# Above them a few late answers decide, and answers of two tokens decide the time per output token.
+MIDDLE = ("p50", "p90")
 FEW = 5  # answers above a percentile
 CLOCK_SECONDS = 1.0  # from the last token to the last row of the series
 ROW_SECONDS = 0.25  # between a token's own time and the row that counts it

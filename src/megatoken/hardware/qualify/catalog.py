@@ -98,7 +98,7 @@ CPU_FULL = replace(
 GPU_QUICK = replace(
     CPU_QUICK,
     seconds=0.7,
-    warm_up_seconds=0.7,
+    warm_up_seconds=0.4,
     windows=7,
     sides=(4096, 8192),
     buffer_bytes=2**31,

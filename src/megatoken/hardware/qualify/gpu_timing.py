@@ -20,10 +20,11 @@ from megatoken.hardware.qualify.values import Setting
 
 DEVICE = torch.device("cuda", 0)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-SHORT_SECONDS = 50e-6
-"""Some hosts launch a kernel in 15 us only, and were seen to take 50 in some moments."""
 MOST_LAUNCHING = 0.5
 """Share of the device's time that the host may need to launch what runs without a CUDA graph."""
+SHORT_SECONDS = 50e-6 / MOST_LAUNCHING
+"""Of kernels that always run in a graph: some hosts take 15 us to launch one, and 50 in some moments, and gaps between
+kernels differ by a microsecond with and without a graph."""
 GRAPH_SECONDS, GRAPH_KERNELS = 1e-3, 100
 """A graph takes about the first, and has at least so many kernels: a slow host makes each look long."""
 SWING_SECONDS = 1.0
