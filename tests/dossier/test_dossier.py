@@ -166,6 +166,11 @@ def test_no_answer_of_the_form_counts_as_yes_without_evidence_that_is_there(tmp_
         ("yes", ("proof.txt",)): "yes",
         ("yes", ("lost.txt", "proof.txt")): "yes",
         ("yes", ("https://example.com/contract",)): "yes",
+        ("yes", ("http://",)): "unknown",
+        ("yes", ("https:///contract",)): "unknown",
+        ("yes", ("https://[contract",)): "unknown",
+        ("yes", ("form.yaml",)): "unknown",
+        ("yes", ("folder/../form.yaml",)): "unknown",
         ("no", ()): "no",
         ("unknown", ("proof.txt",)): "unknown",
     }

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -54,8 +55,8 @@ def shipped_form() -> str:
 def read_form(path: Path | None, page_folder: Path | None = None) -> dict[str, Any]:
     """A form with its answers as they count, as plain JSON; None: the one that ships with the package.
 
-    An answer counts as yes only with evidence: a web address, or a file that is there and is not empty. Addresses are
-    not fetched. ``page_folder`` is where the page will lie, from which its links lead.
+    An answer counts as yes only with evidence: a web address with a host, or a file other than the form that is there
+    and is not empty. Addresses are not fetched. ``page_folder`` is where the page will lie, from which its links lead.
 
     Raises:
         ConfigError: the file cannot be read or does not fit the schema, with its line.
@@ -65,12 +66,12 @@ def read_form(path: Path | None, page_folder: Path | None = None) -> dict[str, A
             form, folder = read_strict(shipped, Form), shipped.parent
     else:
         form, folder = read_strict(path, Form), path.absolute().parent
-    items = [_scored(item, folder, page_folder) for item in form.items]
+    items = [_scored(item, folder, path, page_folder) for item in form.items]
     return {"title": form.title, "path": str(path) if path else None, "items": items}
 
 
-def _scored(item: Item, folder: Path, page_folder: Path | None) -> dict[str, Any]:
-    evidence = [_evidence(link, folder, page_folder) for link in item.evidence]
+def _scored(item: Item, folder: Path, form: Path | None, page_folder: Path | None) -> dict[str, Any]:
+    evidence = [_evidence(link, folder, form, page_folder) for link in item.evidence]
     usable = any(not one["problem"] for one in evidence)
     why = ""
     if item.answer != "unknown" and not usable:
@@ -83,13 +84,18 @@ def _problems(evidence: Iterable[dict[str, Any]]) -> list[str]:
     return [f"{one['link']}: {one['problem']}" for one in evidence if one["problem"]]
 
 
-def _evidence(link: str, folder: Path, page_folder: Path | None) -> dict[str, Any]:
+def _evidence(link: str, folder: Path, form: Path | None, page_folder: Path | None) -> dict[str, Any]:
     """A link with the address that a page uses for it, the SHA-256 of a file, and why it shows nothing, if so."""
     found: dict[str, Any] = {"link": display(link), "address": None, "sha256": None, "problem": ""}
     if link.startswith(ADDRESSES):
-        return {**found, "address": link}
+        with suppress(ValueError):
+            if urlsplit(link).hostname:
+                return {**found, "address": link}
+        return {**found, "problem": "is no address; give one such as https://example.com/contract"}
     path = folder / link
     try:
+        if form and path.samefile(form):
+            return {**found, "problem": "is this form; give what shows the answer"}
         with open_input(path) as file:
             found["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
             if not file.tell():
