@@ -231,7 +231,7 @@ def _plain(
 def _explain(schema: type[Strict], data: Any, errors: Sequence[ErrorDetails]) -> tuple[Place, str]:
     """Place and text of the first error; of an unknown key first, because a typo also leaves its key missing."""
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-    key = ".".join(map(str, first["loc"]))
+    key = _path(data, first["loc"])
     if first["type"] == "extra_forbidden":
         known = _keys(schema, first["loc"][:-1])
         fix = suggestion(str(first["loc"][-1]), known)
@@ -244,8 +244,19 @@ def _explain(schema: type[Strict], data: Any, errors: Sequence[ErrorDetails]) ->
     requirements = dict.fromkeys(_requirement(error) for one, error in zip(places, errors, strict=True) if one == place)
     first_way, *other_ways = requirements
     ways = " or ".join([first_way, *(way.removeprefix("must be ") for way in other_ways)])
-    subject = f"'{'.'.join(map(str, place))}'" if place else "the file"
+    subject = f"'{_path(data, place)}'" if place else "the file"
     return place, f"{subject}: {ways}{_got(errors[places.index(place)])}"
+
+
+def _path(data: Any, place: Place) -> str:
+    """``place`` with dots between its keys, and entries of lists named by their ids."""
+    names = []
+    for part in place:
+        if part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int):
+            data = data[part]
+        own = data.get("id") if isinstance(part, int) and isinstance(data, dict) else None
+        names.append(own if isinstance(own, str) and own else str(part))
+    return ".".join(names)
 
 
 def _place_in(data: Any, location: Place) -> Place:
