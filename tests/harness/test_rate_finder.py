@@ -17,6 +17,7 @@ from megatoken.harness.rate_search import MOST_FULL_LENGTHS, MOST_PROBES, RESOLU
 from megatoken.harness.saturation import SaturationWatch
 from megatoken.mlperf.benchmarks import LatencyLimits
 from megatoken.mlperf.draws import PoissonSchedule
+from megatoken.report.views.rate_search import search_answer
 from megatoken.runs.tables import SampleRow
 
 SEED = 18209322760996052031  # of round v5.1
@@ -165,6 +166,30 @@ def test_a_rate_that_only_the_client_could_not_send_is_no_limit_of_the_server(
     assert "client" not in finder.outcome  # search_answer says it, from the field above
     assert any("samples/s too high for the client: CLIENT_SATURATED, LATENCIES" in line for line in said)
     assert any("too high for the client, repeated" in line for line in said) is by_client
+
+
+@pytest.mark.parametrize("last", [1, 3, 8])
+def test_a_search_ends_with_the_first_try_that_serves_nothing_and_keeps_a_rate_confirmed_before(last: int) -> None:
+    def measure(tried: Try, probe: Probe) -> Outcome:
+        if len(finder.probes) + 1 == last:
+            return Outcome("x", None, ("FAILED_SAMPLES",), failure="9 x HTTP 500: out of memory")
+        return target.measure(tried, probe)
+
+    said: list[str] = []
+    target = Simulated(queue_of(20, 0.2), LatencyLimits(2.0, 1.0), SEED, full_seconds=60.0)
+    finder = RateFinder(Goal(target.limits, target.full_length, SEED), 80.0, measure, said.append)
+    confirmed = finder.run()
+    *before, failed = finder.probes
+    assert len(before) == last - 1 and failed["valid"] is None
+    assert failed["reason"] == "no sample was served: 9 x HTTP 500: out of memory" and failed["reason"] in said[-1]
+    full = sum(one["full_length"] for one in finder.probes)
+    assert f"{last - full} probe" in finder.outcome and f"{full} run" in finder.outcome
+    assert finder.outcome.endswith("samples/s: 9 x HTTP 500: out of memory")
+    assert finder.facts()["too_high_samples_per_second"] != failed["samples_per_second"]
+    found = [one["samples_per_second"] for one in before if one["full_length"] and one["valid"]]
+    assert finder.found == max(found, default=None) and (confirmed is None) is (finder.found is None)
+    answer = search_answer({"rate_search": finder.facts()})
+    assert answer is not None and ("out of memory" in answer) is (finder.found is not None)
 
 
 def arrivals(rate: float, seconds: float, seed: int = SEED) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,18 @@ class _Prober:
             broken = tuple(one["code"] for one in client)
         else:
             broken = _broken(run, probe.seconds is None)
-        p99s = [(run.result.get(name) or {}).get("p99") for name in ("ttft_seconds", "tpot_seconds")]
-        return Outcome(f"{PROBES}/{folder.path.name}", saturation, broken, *p99s)
+        ttft, tpot = ((run.result.get(name) or {}).get("p99") for name in ("ttft_seconds", "tpot_seconds"))
+        return Outcome(f"{PROBES}/{folder.path.name}", saturation, broken, ttft, tpot, _failure(run))
+
+
+def _failure(run: Run) -> str | None:
+    """How the samples of a probe failed; None if any was served, if only in part, or none had failed at its end."""
+    rows = run.requests.select(["error", "first_token_seconds"]).to_pylist()
+    errors = Counter(row["error"] for row in rows if row["error"] is not None)
+    if not errors or any(row["error"] is None and row["first_token_seconds"] is not None for row in rows):
+        return None
+    ends = [note["message"] for note in run.result["notes"] if note["code"] == "SERVER_FAILED"]
+    return "; ".join(ends or [f"{samples:,} x {error}" for error, samples in errors.most_common(3)])
 
 
 def _broken(run: Run, full_length: bool) -> tuple[str, ...]:

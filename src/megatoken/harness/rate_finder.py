@@ -46,6 +46,7 @@ class Outcome:
     broken: tuple[str, ...] = ()
     ttft_p99_seconds: float | None = None  # of its completed samples
     tpot_p99_seconds: float | None = None
+    failure: str | None = None  # how its samples failed, if none was served
 
     @property
     def by_client(self) -> bool:
@@ -94,7 +95,7 @@ class RateFinder:
         self._arrivals = PoissonSchedule(goal.schedule_seed, 1.0)
         self._life_seconds = 0.0
         self._shortest_probe_seconds = SHORTEST_PROBE_SECONDS
-        self._too_few: str | None = None
+        self._why_ended: str | None = None
         self.probes: list[dict[str, Any]] = []  # the outcome of each try, ready for ``result.json``
 
     @property
@@ -104,8 +105,8 @@ class RateFinder:
 
     @property
     def outcome(self) -> str:
-        """The state of the search as text; if no rate can show a p99, why. That the client was the limit is a field."""
-        return self._search.outcome + (f": {self._too_few}" if self._too_few else "")
+        """The state of the search as text, with why it was ended early. That the client was the limit is a field."""
+        return self._search.outcome + (f": {self._why_ended}" if self._why_ended else "")
 
     @property
     def limited_by_client(self) -> bool:
@@ -127,16 +128,25 @@ class RateFinder:
         }
 
     def run(self) -> str | None:
-        """Probes and confirms; returns the name of the run at full length of the rate found, or None."""
+        """Probes and confirms; returns the name of the run at full length of the rate found, or None.
+
+        It ends where no lower rate can show a p99, and where every sample of a try failed: a server that serves nothing
+        fails at every other rate too.
+        """
         confirmed = None
         while (tried := self._search.next()) is not None:
-            self._too_few = too_few(tried.rate, *self._goal.full_length(tried.rate))
-            if self._too_few is not None:
+            self._why_ended = too_few(tried.rate, *self._goal.full_length(tried.rate))
+            if self._why_ended is not None:
                 break
             probe = self._plan(tried)
             outcome = self._measure(tried, probe)
             if outcome is None:
                 return None
+            if outcome.failure is not None:
+                self._why_ended = f"no sample was served at {precise(tried.rate)} samples/s: {outcome.failure}"
+                self._search.note_undecided(tried)
+                self._note(tried, outcome, None, f"no sample was served: {outcome.failure}")
+                break
             self._judge(tried, probe, outcome)
             if tried.full_length and self.found == tried.rate:
                 confirmed = outcome.name
@@ -173,7 +183,7 @@ class RateFinder:
             self._life_seconds = result.life_seconds
             if probe.seconds < min(self._probe_seconds(tried.rate), self._goal.full_length(tried.rate)[1]):
                 self._shortest_probe_seconds = LONGER * probe.seconds
-                self._search.note_undecided()
+                self._search.note_undecided(tried)
                 self._note(tried, outcome, None, f"too short for samples that live {result.life_seconds:.1f} s")
                 return
             valid = result.valid

@@ -89,9 +89,12 @@ class RateSearch:
             return f"within {100 * RESOLUTION:.0f} % of the lowest rate that is too high, in {tries}"
         return f"the highest rate found valid; {tries} did not find how close a rate that is too high is"
 
-    def note_undecided(self) -> None:
-        """Counts a probe that showed nothing."""
-        self._probes += 1
+    def note_undecided(self, tried: Try) -> None:
+        """Counts a try that showed nothing."""
+        if tried.full_length:
+            self._full_lengths += 1
+        else:
+            self._probes += 1
 
     def note(self, tried: Try, verdict: Verdict) -> None:
         """Takes the result of a try."""

@@ -44,6 +44,9 @@ def search_answer(result: Mapping[str, Any]) -> str | None:
     for one in _tried(search):
         if one.get("repeat") and one.get("valid"):
             answer += f"; {precise(one['samples_per_second'])} samples/s failed at first and was valid when repeated"
+    tried = _tried(search)
+    if found is not None and tried and tried[-1].get("valid") is None:  # else the reason of the verdict says it
+        answer += f"; {search.get('outcome')}"
     return clean(answer)
 
 
