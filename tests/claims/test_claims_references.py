@@ -79,6 +79,14 @@ def test_every_kind_of_entry_side_by_side(tmp_path):
     assert not any(ratio.like_for_like for ratio in claimed)
 
 
+def test_a_claim_in_millions_of_tokens_per_second_is_a_rate(tmp_path):
+    file = tmp_path / "claims.yaml"
+    claim = "{id: total, text: t, value: 1.1, unit: M tokens/s, scope: rack}"
+    file.write_text(f"title: t\nsource: s\nclaims:\n  - {claim}\n")
+    entry = comparison_entry(f"{file}#total", read, **WHICH)
+    assert entry.output_tokens_per_second == pytest.approx(1_100_000)
+
+
 def test_a_folder_of_runs_is_repeats(tmp_path):
     entry = comparison_entry(str(runs_of_two_hosts(tmp_path)), read, **WHICH)
     assert entry.repeats == pytest.approx((11, 11))

@@ -26,6 +26,7 @@ from megatoken.analysis.published import (
 from megatoken.audit.evidence import Where
 from megatoken.claims.facts import Facts, FormulaError, NoResultError, UnknownFactError, Value
 from megatoken.claims.schema import Claim, Input
+from megatoken.claims.units import SECOND, WATT, Unit, named, of_formula, parse
 from megatoken.errors import UsageError
 from megatoken.text import count_of, exact, precise, suggestion
 
@@ -77,8 +78,6 @@ LOOKUPS = {
 }
 SETS = ("best_result", "count_results", "count_submitters")  # look-ups over sets of rows
 PART = "part of a published result"
-SECONDS = ("s", "second", "seconds")
-WATTS = {"W": 1.0, "kW": 1000.0}
 
 
 def computes(formula: str) -> bool:
@@ -105,6 +104,11 @@ def evaluate(formula: str, names: Lookups) -> Value:
         raise type(error)(f"formula {formula!r}: {error}") from error
     except (ArithmeticError, ValueError) as error:
         raise NoResultError(f"formula {formula!r} has no result: {error.args[-1]}") from error
+
+
+def unit_of(formula: str, names: Lookups) -> Unit | None:
+    """The unit of the value of ``formula``; None if it is unknown. Raises UnitsError: it adds what does not fit."""
+    return of_formula(_parse(formula), names.unit)
 
 
 def claims_named(formula: str) -> set[str]:
@@ -237,6 +241,23 @@ class Lookups:
             self.conditions.setdefault(fact.condition)
         return fact.value
 
+    def unit(self, name: str, texts: Sequence[str]) -> Unit | None:
+        """The unit of an input or a fact or, with texts, of a look-up; None if it is unknown."""
+        match name, texts:
+            case "claim", [other] if other in self._claims:
+                return parse(self._claims[other].unit)
+            case "published", [_, _, _, *what]:
+                return _unit_of_part(*what)
+            case "best_result", [what]:
+                return _unit_of_part(what)
+            case "accelerator", [_, column]:
+                return named(column)
+            case "count_results" | "count_submitters", []:
+                return Unit()
+            case _, []:
+                return parse(self._claim.inputs[name].unit) if name in self._claim.inputs else named(name)
+        return None
+
     def call(self, function: str, arguments: Sequence[Value], filters: Mapping[str, Value]) -> Value:
         """One of ``LOOKUPS``."""
         _known(dict.fromkeys((*OF_LISTS, *OF_NUMBERS, "number", *LOOKUPS)), function, "function")
@@ -262,15 +283,16 @@ class Lookups:
         raise FormulaError(f"{function}() with {count_of(given, 'argument')}; write {LOOKUPS[function]}")
 
     def _input(self, name: str, given: Input) -> float:
-        self.uses_time |= given.unit in SECONDS
+        unit = parse(given.unit)
+        self.uses_time |= unit is not None and unit.dimensions == SECOND
         if given.state in ("estimate", "assumed"):
             self.estimates.append(f"{name} is {'an estimate' if given.state == 'estimate' else 'assumed'}")
         if given.state == "nameplate":
             self.nameplate.setdefault(f"{name} is nameplate")
-        elif given.unit in WATTS and given.accelerator and given.accelerators:
+        elif unit and unit.dimensions == WATT and given.accelerator and given.accelerators:
             watts = _known(accelerator_table(), given.accelerator, "accelerator").tdp_watts
             nameplate = (watts or 0.0) * given.accelerators
-            if nameplate and abs(given.value * WATTS[given.unit] - nameplate) <= 0.005 * nameplate:
+            if nameplate and abs(given.value * unit.scale - nameplate) <= 0.005 * nameplate:
                 product = f"{given.accelerators} x {watts:,g} W TDP of {given.accelerator}"
                 self.nameplate.setdefault(f"{name}, {given.value:,g} {given.unit}, is {product}: the accelerators only")
         return given.value
@@ -351,6 +373,11 @@ def _parts(row: PublishedResult) -> dict[str, float | None]:
         "nodes": float(row.nodes),
         "tokens_per_sample": row.output_tokens_per_sample,
     }
+
+
+def _unit_of_part(what: str = "total") -> Unit | None:
+    """The unit of one of ``_parts``."""
+    return parse("tokens/s") if what in BASES else named(what)
 
 
 def _known(table: Mapping[str, T], name: str, kind: str) -> T:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from megatoken.analysis.comparison import Entry
 from megatoken.analysis.published import accelerator_table
 from megatoken.audit.evidence import Evidence, Where
 from megatoken.claims.facts import POWER, Facts, FormulaError, NoResultError, UnknownFactError, Value, gather
-from megatoken.claims.formula import Lookups, claims_named, computes, evaluate, recomputed_text
+from megatoken.claims.formula import Lookups, claims_named, computes, evaluate, recomputed_text, unit_of
 from megatoken.claims.ratio import Objection, judge_ratio
-from megatoken.claims.schema import BASIS_OF, RATE_UNITS, Answered, Claim, ClaimsFile
+from megatoken.claims.schema import BASIS_OF, Answered, Claim, ClaimsFile
+from megatoken.claims.units import PLAIN, Unit, UnitsError, convert, named, parse, unstated
 from megatoken.errors import UsageError
 from megatoken.text import exact
 
@@ -141,16 +144,20 @@ def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]
         return _unknown(claim, source, f"not shown: {error.name}", (error.settle, *claim.settle))
     except NoResultError as error:
         return _unknown(claim, source, str(error), ("artefacts for which the formula has a result", *claim.settle))
+    except UnitsError as error:
+        claimed = f", and the claim is in {claim.unit}" if claim.unit else ""
+        wanted = f"a formula that gives {claim.unit}" if claim.unit else "a formula whose units fit"
+        return _unknown(claim, source, f"{error}{claimed}; correct the unit or the formula", (wanted, *claim.settle))
 
 
 def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]) -> ClaimAnswer:
     results: dict[str, tuple[Recomputed, Lookups]] = {}
-    unknown: list[UnknownFactError | NoResultError] = []
+    unknown: list[UnknownFactError | NoResultError | UnitsError] = []
     for name, formula in _formulas(claim).items():
         lookups = Lookups(claim, facts, claims)
         try:
-            value = _single(evaluate(formula, lookups))
-        except (UnknownFactError, NoResultError) as error:
+            value = _in_its_unit(claim, _single(evaluate(formula, lookups)), unit_of(formula, lookups), lookups)
+        except (UnknownFactError, NoResultError, UnitsError) as error:
             if isinstance(error, NoResultError) and not lookups.uses_evidence:
                 raise FormulaError(f"{error}; correct the formula") from error
             unknown.append(error)
@@ -172,9 +179,9 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
         what = f"not {_claimed(claim)}{by_any}: recomputed {_amount(best, claim)}{_figure_of_another(claim, lookups)}"
         objections.insert(0, (kind, what))
     largest = max((row.output_tokens_per_second for row in facts.nodes), default=0.0)
-    if claim.one_run and lookups.uses_rates and not agrees(claim, largest):
+    if claim.one_run and lookups.uses_rates and not agrees(claim, largest / (claim.tokens_per_second or 1)):
         runs = f"the sum of {len(facts.nodes)} runs, each with its own LoadGen"
-        objections.insert(0, ("scope", f"{runs}; the largest single run has {exact(largest)} {claim.unit}"))
+        objections.insert(0, ("scope", f"{runs}; the largest single run has {exact(largest)} tokens/s"))
     remarks = []
     if others:
         alternatives = "; ".join(f"{name}: {_amount(result, claim)}" for name, result in others.items())
@@ -190,13 +197,27 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     return _objected(answer, _amount(best, claim), objections)
 
 
+def _in_its_unit(claim: Claim, value: float | str, unit: Unit | None, lookups: Lookups) -> float | str:
+    """A result, which is in ``unit``, in the unit of its claim. Raises UnitsError: the units do not fit."""
+    if isinstance(value, str) or not claim.is_number:
+        return value
+    claimed = parse(claim.unit)
+    values = convert(value, unit, claimed)
+    if len({agrees(claim, one) for one in values}) > 1:
+        raise UnitsError(f"the formula gives {unit}, or what its own numbers convert them to")
+    if unstated(unit, claimed):
+        unchecked = "unit not checked: numbers in the formula have none; give them as inputs with units"
+        lookups.conditions.setdefault(unchecked)
+    return values[0]
+
+
 def _figure_of_another(claim: Claim, lookups: Lookups) -> str:
     """The accelerators whose figure the claimed one is."""
-    names = [
-        name
-        for name, facts in accelerator_table().items()
-        if any(column in facts.values and agrees(claim, facts.values[column]) for column in lookups.columns)
-    ]
+    names: dict[str, None] = {}
+    for column, (name, facts) in product(lookups.columns, accelerator_table().items()):
+        with suppress(KeyError, UnitsError):  # of a column without the figure, or that only enters the calculation
+            if agrees(claim, convert(facts.values[column], named(column), parse(claim.unit))[0]):
+                names.setdefault(name)
     return f"; that is the figure of {', '.join(names)}" if names else ""
 
 
@@ -226,6 +247,9 @@ def _presentation(claim: Claim, lookups: Lookups) -> Iterator[Objection]:
 
 
 def _ratio(claim: Claim, source: str, facts: Facts) -> ClaimAnswer:
+    unit = parse(claim.unit)
+    if unit and unit.dimensions != PLAIN:
+        raise UnitsError("a ratio gives a plain number")
     judged = judge_ratio(claim, facts)
     others = tuple(Recomputed(value, claim.unit, formula) for formula, value in judged.others)
     best = Recomputed(judged.value, claim.unit, judged.formula)
@@ -299,18 +323,19 @@ Ranges = dict[str, tuple[float, float]]
 
 def scope_error(claim: Claim, facts: Facts, lookups: Lookups) -> str | None:
     """A sentence that names the scope whose rate is claimed; None if the rate fits its own scope, or no scope."""
-    if claim.unit not in RATE_UNITS or claim.scope is None or not isinstance(claim.value, float):
+    unit = claim.tokens_per_second
+    if unit is None or claim.scope is None or not isinstance(claim.value, float):
         return None
     for origin, ranges in [
         ("the artefacts", _of_artefacts(facts)),
         *((entry.name, _of_entry(entry)) for entry in lookups.published),
     ]:
         own = ranges.get(claim.scope)
-        if own is None or _fits(claim, own):
+        if own is None or _fits(claim, own, unit):
             continue
         for scope, other in ranges.items():
-            if scope != claim.scope and _fits(claim, other):
-                did = f"{exact(claim.value)} tokens/s is the rate of {NAMES[scope]} in {origin}"
+            if scope != claim.scope and _fits(claim, other, unit):
+                did = f"{exact(claim.value)} {claim.unit} is the rate of {NAMES[scope]} in {origin}"
                 return f"{did}, not of {NAMES[claim.scope]}, which has {_range(own)}"
     return None
 
@@ -334,8 +359,8 @@ def _of_entry(entry: Entry) -> Ranges:
     return {scope: (rate, rate) for scope, rate in rates.items() if rate is not None}
 
 
-def _fits(claim: Claim, bounds: tuple[float, float]) -> bool:
-    low, high = bounds
+def _fits(claim: Claim, bounds: tuple[float, float], unit: float) -> bool:
+    low, high = (rate / unit for rate in bounds)
     value = claim.value
     assert isinstance(value, float)
     margin = max(claim.tolerance, 1e-9 * abs(value))

@@ -17,7 +17,7 @@ from megatoken.analysis.repeats import missing_notes
 from megatoken.audit.documents import system_next_to
 from megatoken.audit.evidence import Evidence, node_rows
 from megatoken.claims.facts import gather
-from megatoken.claims.schema import RATE_UNITS, load_claims
+from megatoken.claims.schema import load_claims
 from megatoken.errors import UsageError
 from megatoken.runs.run import Run, read_run
 
@@ -109,13 +109,13 @@ def _claim_entry(file: Path, name: str) -> Entry:
     claim = next((claim for claim in claims.claims if claim.id == name), None)
     if claim is None:
         raise UsageError(f"{file} has no claim {name}; it has {', '.join(one.id for one in claims.claims)}")
-    if not isinstance(claim.value, float) or claim.unit not in RATE_UNITS:
+    if not isinstance(claim.value, float) or claim.tokens_per_second is None:
         raise UsageError(f"{file}#{name}: only a claim in tokens/s can be compared, got {claim.value} {claim.unit}")
     return Entry(
         name=f"{file.name}#{name}",
         source=f"{claims.source}: {claim.text}",
         state="claimed",
-        output_tokens_per_second=claim.value,
+        output_tokens_per_second=claim.value * claim.tokens_per_second,
         accelerators=claim.accelerators or (1 if claim.scope == "gpu" else None),
         nodes=1 if claim.scope == "node" else None,
         racks=1 if claim.scope == "rack" else None,

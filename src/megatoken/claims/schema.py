@@ -10,11 +10,12 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from megatoken.analysis.published import SUBMISSION_ID
+from megatoken.claims.units import RATE, parse
 from megatoken.yaml_files import Strict, read_strict, refuse_repeated_ids
 
-RATE_UNITS = ("tokens/s", "token/s", "tok/s")
 BASIS_OF = {"gpu": "per_gpu", "node": "per_node", "rack": "per_rack"}  # by scope
-USER_UNITS = ("user", "session", "agent", "conversation")
+USERS = re.compile(r"user|session|agent|conversation|people|person|chat|customer|employee|visitor", re.I)
+PER_TIME = re.compile(r"/|\b(per|an?) (second|minute|hour|day|month|year)\b")
 
 Basis = Literal["total", "per_gpu", "per_node", "per_rack"]
 Scope = Literal["gpu", "node", "rack"]
@@ -107,6 +108,11 @@ class Claim(Strict):
     def _something_to_recompute(self) -> Self:
         if isinstance(self.value, str) and re.fullmatch(r"[\d.,_]*\d", self.value):
             raise ValueError(f"value {self.value!r} is text; write the number without quotes, commas and underscores")
+        if self.rounded_to is not None and isinstance(self.value, float) and self.rounded_to > (abs(self.value) or 1):
+            raise ValueError(
+                f"rounded_to {self.rounded_to:g} is more than the value {self.value:g}, so any number would agree; "
+                "give the step of its last certain digit"
+            )
         if self.formula is not None and self.ratio is not None:
             raise ValueError("has formula and ratio; give one of them")
         if self.formula in ("", {}):
@@ -126,12 +132,18 @@ class Claim(Strict):
     @property
     def is_plain_rate(self) -> bool:
         """Whether unit and scope are enough to recompute the value."""
-        return self.is_number and self.unit in RATE_UNITS and self.scope is not None
+        return self.is_number and self.tokens_per_second is not None and self.scope is not None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """How many tokens/s one of the unit is: a million for M tokens/s; None if it is no unit of a rate of tokens."""
+        unit = parse(self.unit)
+        return unit.scale if unit and unit.dimensions == RATE else None
 
     @property
     def counts_users(self) -> bool:
         """Whether the unit counts users or agents at one time; ``users/s`` is a rate."""
-        return any(word in self.unit.lower() for word in USER_UNITS) and "/" not in self.unit
+        return bool(USERS.search(self.unit)) and not PER_TIME.search(self.unit)
 
     @property
     def tolerance(self) -> float:
