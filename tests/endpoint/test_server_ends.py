@@ -201,6 +201,8 @@ def test_a_sweep_whose_server_is_killed_keeps_its_loads(tmp_path: Path) -> None:
     [why] = [reason["message"] for reason in document["reasons"] if reason["code"] == "NO_WINDOW"]
     assert "failed" in why and "connection refused" in why and why in err and "NO_WINDOW" in said
     assert "connection refused" in (folder / "sweep.html").read_text()
+    [left_out] = [note for note in document["notes"] if "is left out: " in note]
+    assert left_out.startswith("02-concurrency-4-1 is left out: ") and left_out.endswith(why)
 
 
 def test_a_server_that_does_not_say_what_it_read_is_measured(tmp_path: Path) -> None:

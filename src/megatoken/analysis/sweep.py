@@ -65,8 +65,8 @@ ISOLATED = ("output", "ttft_p99", "tpot_p99")  # of RATIOS
 def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
     """The document of a sweep from the run folders of its points, in the order in which they ran.
 
-    Loads that ended before their window are no points. ``notes`` lists them; unless they were interrupted, they make
-    the sweep INVALID.
+    Loads that ended before their window are no points. ``notes`` lists them with the reason, most often requests that
+    failed; unless they were interrupted, they make the sweep INVALID.
     """
     first = runs[0]
     whole = [run for run in runs if parts_of(run)]
@@ -86,14 +86,14 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
     kind = first.result["load"]["kind"]
     left_out = [run for run in runs if run not in whole]
     early = [run for run in left_out if run.verdict is not Verdict.INTERRUPTED]
-    names, verdict = [run.path.name for run in left_out], worst_verdict(runs)
+    verdict = worst_verdict(runs)
     return new_document(
         "sweep",
         title=f"Sweep of {subject} by {kind}",
         inputs=[run.path for run in runs],
         notes=[
             *shared_notes(runs, leaving_out="SWEEP_POINT"),
-            *([f"left out, because they ended before their window: {', '.join(names)}"] if names else []),
+            *(f"{run.path.name} is left out: {no_window(run)['message']}" for run in left_out),
             *_unjudged(points + shared),
             *_too_few(points),
             *contentions(runs),
