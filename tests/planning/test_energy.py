@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import UsageError
+from megatoken.planning import commands
 from megatoken.planning.assumptions import load_assumptions
 from megatoken.planning.capacity import plan_capacity
 from megatoken.planning.energy import energy_of, plan_energy, power_at, power_given, power_of
+from megatoken.planning.flags import Common, PowerFlags, Rate
 from megatoken.planning.throughput import from_number, from_runs
 from megatoken.planning.workloads import load_profiles
 
@@ -59,14 +61,34 @@ def test_a_measured_run_is_set_against_its_own_tokens(make_run, assumptions):
     assert any("relative to nameplate" in note for note in plan.notes)
 
 
-def test_a_power_meter_measured_the_whole_system(make_run, assumptions):
-    run = make_run(metered_watts=250.0)
+@pytest.mark.parametrize("watts", [None, 200.0])
+def test_a_power_meter_measured_the_whole_system(make_run, assumptions, watts):
+    run = make_run(watts=watts, metered_watts=250.0, gpus=("NVIDIA H200",))
     energy, throughput = energy_of([run]), from_runs([run], assumptions)
     power = power_of(throughput, energy)
     assert (power.watts, power.boundary, power.state) == (250.0, "wall", "measured")
-    rows = plan_energy(throughput, power, assumptions, energy=energy).table("boundaries").rows
+    plan = plan_energy(throughput, power, assumptions, energy=energy)
+    rows = plan.table("boundaries").rows
     assert [row["power_watts"] for row in rows] == pytest.approx([250, 250 * 1.54])
     assert rows[0]["output_tokens_per_joule"] == pytest.approx(500 / 250)
+    [source] = [one.source for one in plan.inputs if one.name == "power"]
+    assert source.startswith("power meter of the run: ") and not any("nameplate" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("metered", [0.0, 399.0])
+def test_a_power_meter_that_does_not_see_the_accelerators_is_left_out(make_run, assumptions, metered):
+    run = make_run(watts=400.0, metered_watts=metered, gpus=("NVIDIA H200",))
+    power = power_of(from_runs([run], assumptions), energy_of([run]))
+    assert (power.watts, power.boundary) == (400.0, "accelerators")
+    assert power.source.startswith("power that the accelerators report: ")
+    assert ("the power meter is left out: it read 399 W" in power.source) is bool(metered)
+
+
+def test_the_curve_of_a_power_limit_takes_the_accelerators_of_a_run_with_a_meter(make_run):
+    run = make_run(watts=690.0, metered_watts=1000.0, gpus=("NVIDIA H200",))
+    plan = commands.energy(Rate(run=run.path), Common(), PowerFlags(), power_limit=600)
+    joules = plan.table("power_limits").rows[0]["energy_joules_per_output_token"]
+    assert joules == pytest.approx(690 / 500, rel=1e-3)
 
 
 def test_a_run_without_power_falls_back_to_the_data_sheet_and_says_so(make_run, assumptions):

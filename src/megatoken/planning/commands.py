@@ -19,7 +19,7 @@ from megatoken.planning.assumptions import Assumptions, load_assumptions
 from megatoken.planning.buy import Order, plan_buy
 from megatoken.planning.capacity import plan_capacity
 from megatoken.planning.cost import PRICE, System, plan_cost
-from megatoken.planning.energy import Power, energy_of, plan_energy, power_given, power_of
+from megatoken.planning.energy import Power, accelerators_energy, energy_of, plan_energy, power_given, power_of
 from megatoken.planning.figures import Input, Plan
 from megatoken.planning.flags import Common, FleetFlags, PowerFlags, Rate
 from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
@@ -42,6 +42,7 @@ from megatoken.planning.workloads import Profile, load_profiles
 from megatoken.runs.run import CONFIG
 
 if TYPE_CHECKING:
+    from megatoken.analysis.energy import RunEnergy
     from megatoken.runs.run import Run
 
 BENCHMARK = "llama2-70b-99"  # whose published rates and lengths are the defaults
@@ -197,7 +198,7 @@ def _published(rate: Rate) -> Rate:
 def _supply(throughput: Throughput, runs: Sequence[Run], flags: FleetFlags) -> Supply:
     """The hardware with its price, where power or rent are known."""
     known = accelerator_facts(throughput.accelerator) is not None and throughput.accelerators is not None
-    power = _power(throughput, runs, PowerFlags()) if known else None
+    power = _power(throughput, energy_of(runs) if runs else None, PowerFlags()) if known else None
     return Supply.of(System(throughput, power, flags.rent), flags.accelerators_per_node, flags.nodes_per_rack)
 
 
@@ -219,8 +220,10 @@ def energy(rate: Rate, common: Common, flags: PowerFlags, power_limit: float | N
     """``megatoken plan energy``; ``power_limit`` in watts for each accelerator. Raises UsageError."""
     assumptions = _assumptions(common, rate.run)
     throughput, runs = _throughput(rate, assumptions)
-    measured = energy_of(runs) if runs and flags.watts is None else None
-    power = _power(throughput, runs, flags)
+    measured = None
+    if runs and flags.watts is None:  # the curve of a power limit is that of the accelerators alone
+        measured = energy_of(runs) if power_limit is None else accelerators_energy(runs)
+    power = _power(throughput, measured, flags)
     if power is None:
         raise UsageError(
             "power unknown; pass --watts, or --accelerators and --accelerator to use their TDP; for example:"
@@ -253,7 +256,7 @@ def cost(
                 )
             throughput = replace(throughput, accelerators=1, notes=(*throughput.notes, COUNTED_AS_ONE))
         rent = machine_hour / (throughput.accelerators or 1)
-    power = None if rent is not None else _power(throughput, runs, flags)
+    power = None if rent is not None else _power(throughput, energy_of(runs) if runs else None, flags)
     _check_priced(rate, throughput, power, rent)
     second = _second(common.second_run, runs, assumptions)
     plan = plan_cost(System(throughput, power, rent, _factors(common)), _profiles(common), assumptions, second=second)
@@ -396,13 +399,13 @@ def _second(path: Path | None, first: Sequence[Run], assumptions: Assumptions) -
     return throughput
 
 
-def _power(throughput: Throughput, runs: Sequence[Run], flags: PowerFlags) -> Power | None:
+def _power(throughput: Throughput, measured: RunEnergy | None, flags: PowerFlags) -> Power | None:
     if flags.watts is not None:
         return power_given(flags.watts, flags.boundary or "wall", flags.watts_state or "given")
     for flag, value in (("--boundary", flags.boundary), ("--watts-state", flags.watts_state)):
         if value is not None:
             raise UsageError(f"{flag} {value} needs --watts")
-    return power_of(throughput, energy_of(runs) if runs else None)
+    return power_of(throughput, measured)
 
 
 def _only_one(flag: str, why: str, *others: tuple[str, object]) -> None:

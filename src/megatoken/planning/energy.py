@@ -68,12 +68,25 @@ def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power |
 
 
 def energy_of(runs: Sequence[Run]) -> RunEnergy:
-    """Energy of a run, or of all repeats together: of the accelerators, else of the whole system by its meter."""
-    of_accelerators = energy_together([run_energy(run.series) for run in runs])
-    if of_accelerators.joules is not None:
-        return of_accelerators
+    """Energy of a run, or of all repeats together: of the whole system by its meter, else of the accelerators.
+
+    A meter that reads less than the accelerators does not see the whole system, and is left out.
+    """
+    of_accelerators = accelerators_energy(runs)
     metered = energy_together([system_energy(run.series) for run in runs])
-    return of_accelerators if metered.joules is None else metered
+    watts, least = metered.mean_watts, of_accelerators.mean_watts
+    if not watts:
+        return of_accelerators
+    if least is not None and watts < least:
+        why = f"the power meter is left out: it read {precise(watts)} W, less than the accelerators drew"
+        return replace(of_accelerators, why=f"{of_accelerators.why}; {why}")
+    return replace(metered, why=f"power meter of the run: {metered.why}")
+
+
+def accelerators_energy(runs: Sequence[Run]) -> RunEnergy:
+    """The same of the accelerators alone, as they report it."""
+    found = energy_together([run_energy(run.series) for run in runs])
+    return found if found.joules is None else replace(found, why=f"power that the accelerators report: {found.why}")
 
 
 def rate_at(throughput: Throughput, power: Power, energy: RunEnergy | None) -> float:
