@@ -264,6 +264,8 @@ def test_another_label_in_every_place_has_other_sizes(
             [in_result(precision="fp8"), in_config(None, precision="fp8")],
             "precision fp8, target.fp8_scales None",
         ),
+        ("drawn", [in_result(target__formats__weights="e4m3")], "precision bf16, target.formats weights e4m3, "),
+        ("drawn", [in_result(target__formats=None)], "precision bf16, target.formats None"),
         (
             "drawn",
             [in_result(memory_plan__max_batched_tokens=7)],

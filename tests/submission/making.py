@@ -80,6 +80,7 @@ def offline(
     import pytest
 
     from megatoken.config import RunConfig
+    from megatoken.engine.schemes import find_scheme
     from megatoken.harness.prepare import prepare
     from megatoken.harness.progress import Progress
     from megatoken.harness.run import run_scenario
@@ -112,7 +113,8 @@ def offline(
         lines = lines.replace(f"{key}: {getattr(prepared.config, key)}\n", f"{key}: {known[key]}\n")
     configuration.write_text(lines)
     run = read_run(path)
-    again = {**run.result, "plan_sha256": part_hashes(plan_of_run(run))}
+    target = {**run.result["target"], "formats": find_scheme(known["precision"]).formats()}
+    again = {**run.result, "plan_sha256": part_hashes(plan_of_run(run)), "target": target}
     (path / "result.json").write_text(json.dumps(again))
     return path
 

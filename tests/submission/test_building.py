@@ -14,6 +14,7 @@ from submission_trees import SEEDS, Make, all_runs, evaluate, fill, verify
 
 from megatoken.audit import audit
 from megatoken.audit.evidence import Role
+from megatoken.engine.schemes import find_scheme
 from megatoken.errors import StorageError, UsageError
 from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.detail_log import read_detail_log
@@ -307,7 +308,9 @@ def pretend(run: Path, **changes: object) -> Path:
 
 def in_fp8(run: Path) -> Path:
     target = json.loads((run / "result.json").read_text())["target"]
-    return rewrite(pretend(run, precision="fp8"), target={**target, "fp8_scales": "tensor"})
+    fp8 = find_scheme("fp8", "tensor")
+    of_fp8 = {"fp8_scales": fp8.fp8_scales, "formats": fp8.formats()}
+    return rewrite(pretend(run, precision="fp8"), target={**target, **of_fp8})
 
 
 # What is done to the performance run of Offline, and what the refusal says.

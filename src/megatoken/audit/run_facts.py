@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatoken.analysis.entries import formats_of
 from megatoken.analysis.machine import unix_seconds
 from megatoken.analysis.qualified import Prediction, agreement, machine_of, predict_run
 from megatoken.analysis.series import numbers, replicas
@@ -87,6 +88,7 @@ def configuration(folder: RunFolder) -> Iterator[str]:
     yield from _subject(run)
     yield from _files(run)
     yield from _simulated(run)
+    yield from _formats(run)
     if not folder.on_rack:
         yield from _device(run)
     if log is not None and "soak" not in result:
@@ -169,9 +171,14 @@ def _device(run: Run) -> Iterator[str]:
             yield f"target.device {device}, memory_plan.device {planned}"
         if gpus and device not in (*gpus, "cpu"):
             yield f"target.device {device}, {ENVIRONMENT} {', '.join(dict.fromkeys(gpus))}"
-    precision = run.result.get("precision")
-    scales = {scheme.fp8_scales for scheme in SCHEMES if scheme.precision == precision}
-    if "fp8_scales" in target and target["fp8_scales"] not in scales:
+
+
+def _formats(run: Run) -> Iterator[str]:
+    target, precision = mapping(run.result.get("target")), run.result.get("precision")
+    schemes = [scheme for scheme in SCHEMES if scheme.precision == precision]
+    if "formats" in target and target["formats"] not in [scheme.formats() for scheme in schemes]:
+        yield f"precision {precision}, target.formats {formats_of(run.result) or target['formats']}"
+    if "fp8_scales" in target and target["fp8_scales"] not in [scheme.fp8_scales for scheme in schemes]:
         yield f"precision {precision}, target.fp8_scales {target['fp8_scales']}"
 
 
