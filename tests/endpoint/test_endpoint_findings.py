@@ -71,13 +71,16 @@ def test_a_sweep_tells_what_its_answers_show_of_the_server(server: Server, tmp_p
     assert notes["SEVERAL_TOKENS_A_FRAME"]["tokens_per_frame"] == pytest.approx(4), out + err
 
 
-def test_a_search_for_the_rate_of_a_server_that_fails_every_request_names_the_failure(
-    server: Server, tmp_path: Path
+@pytest.mark.parametrize(
+    ("word", "failure"), [("error", " x HTTP 500: the engine has failed\n"), ("textless", "has an output token\n")]
+)
+def test_a_search_for_the_rate_of_a_server_that_serves_nothing_names_the_failure(
+    word: str, failure: str, server: Server, tmp_path: Path
 ) -> None:
-    lines = write_lines(tmp_path / "prompts.jsonl", {"prompt": "error", "max_tokens": 12})
+    lines = write_lines(tmp_path / "prompts.jsonl", {"prompt": word, "max_tokens": 12})
     load = ("--scenario", "server", "--find-rate", "--rate", 100, "--min-duration", 10, "--warm-up", 0)
     code, out, err = call_here("run", "--endpoint", server.url, "--prompts", lines, *load, "--out", tmp_path / "runs")
-    assert code == 3 and "NO_VALID_RATE" in out and " x HTTP 500: the engine has failed\n" in out, out + err
+    assert code == 3 and "NO_VALID_RATE" in out and failure in out, out + err
     assert "--min-duration" not in out and "too high" not in out + err
     assert len([*(tmp_path / "runs").glob("*/probes/*")]) == 1
 

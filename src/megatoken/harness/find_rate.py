@@ -160,13 +160,16 @@ class _Prober:
 
 
 def _failure(run: Run) -> str | None:
-    """How the samples of a probe failed; None if any was served, if only in part, or none had failed at its end."""
-    rows = run.requests.select(["error", "first_token_seconds"]).to_pylist()
+    """How the samples of a probe failed; None if any was served, if only in part, or none had ended."""
+    rows = run.requests.select(["error", "first_token_seconds", "last_token_seconds"]).to_pylist()
     errors = Counter(row["error"] for row in rows if row["error"] is not None)
-    if not errors or any(row["error"] is None and row["first_token_seconds"] is not None for row in rows):
+    if any(row["error"] is None and row["first_token_seconds"] is not None for row in rows):
         return None
-    ends = [note["message"] for note in run.result["notes"] if note["code"] == "SERVER_FAILED"]
-    return "; ".join(ends or [f"{samples:,} x {error}" for error, samples in errors.most_common(3)])
+    if errors:
+        ends = [note["message"] for note in run.result["notes"] if note["code"] == "SERVER_FAILED"]
+        return "; ".join(ends or [f"{samples:,} x {error}" for error, samples in errors.most_common(3)])
+    empty = sum(row["last_token_seconds"] is not None for row in rows)
+    return reason("NO_OUTPUT", answers=empty)["message"] if empty else None
 
 
 def _broken(run: Run, full_length: bool) -> tuple[str, ...]:
