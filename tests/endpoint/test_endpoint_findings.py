@@ -106,6 +106,9 @@ def test_answers_without_any_text_make_a_run_invalid(server: Server, tmp_path: P
     common = ("--endpoint", server.url, "--prompts", prompts, "--warm-up", 0, "--out", tmp_path / "runs")
     code, out, err = call_here("run", "--min-duration", 0, "--endpoint.stream", "true", *common)
     assert code == 3 and "NO_OUTPUT none of 4 answers has an output token" in out, out + err
+    load = ("--concurrency", 4, "--window", 20, "--settle", 20)
+    code, out, err = call_here("sweep", *load, *common)
+    assert code == 1 and " requests failed; none of " in err and " has an output token. " in err, out + err
 
 
 def test_an_answer_of_more_tokens_than_max_tokens_allows_fails_unless_only_its_end_token_is_counted_too(

@@ -143,7 +143,8 @@ def summarise_sweep(runs: Sequence[Run], name: str) -> dict[str, Any]:
 
 def no_window(run: Run) -> Reason:
     """Why a load of a sweep has nothing to count; most often a server that has gone."""
-    causes = [early] if (early := run.result["load"]["ended_by"]) else run.reasons
+    early = run.result["load"]["ended_by"]  # of empty answers it says that they failed, and a reason how
+    causes = [early, *(one for one in run.reasons if one["code"] == "NO_OUTPUT")] if early else run.reasons
     failures = [note for note in run.result["notes"] if note["code"] in CAUSES]
     why = "; ".join(cause["message"] for cause in (*causes, *failures))
     return reason("NO_WINDOW", why=why or "no request came in time")
