@@ -72,7 +72,8 @@ def made(out: Path, levels: dict[str, Any], facts: dict[str, Any]) -> Run:
 @pytest.mark.parametrize(
     ("code", "words", "levels", "facts"),
     [
-        ("contention", "57%", {}, {"core_wait_share": 0.57}),
+        ("contention", "engine's process waited for a core 57%", {}, {"core_wait_share": 0.57}),
+        ("contention", "client waited for", {}, {"core_wait_share": 0.57, "target": {"kind": "endpoint"}}),
         ("memory_pressure", "memory 20%", {"memory_stalled_share": 0.2}, {}),
         ("disk_pressure", "disk 30%", {"disk_stalled_share": 0.3}, {}),
         ("throttling", "heat (hardware)", {"clock_reasons": lambda second: 0x44 if second > 30 else 4}, {}),

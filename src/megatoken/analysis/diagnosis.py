@@ -14,7 +14,7 @@ from megatoken.analysis.lookup import run_folders
 from megatoken.analysis.series import Floats, gpu_errors, numbers, totals_over_time
 from megatoken.analysis.stability import FATAL_ERRORS
 from megatoken.engine.schemes import has_bf16_activations
-from megatoken.files import new_document
+from megatoken.files import mapping, new_document
 from megatoken.hardware.doctor import Finding, fix, ok, unknown
 from megatoken.hardware.nvml import HARMFUL_REASONS, POWER_CAP, words_of
 from megatoken.runs.run import Run, Verdict, read_run
@@ -72,7 +72,7 @@ def diagnosis(path: Path) -> dict[str, Any]:
 def _contention(run: Run) -> Iterator[Finding]:
     code, result, series = "contention", run.result, run.series
     waited = result.get("core_wait_share")
-    remote = "client" in result or "rack_nodes" in result
+    remote = "rack_nodes" in result or mapping(result.get("target")).get("kind") == "endpoint" or "client" in result
     found = False
     if is_number(waited) and waited > CORE_WAIT_SHARE:
         found = True
