@@ -101,6 +101,12 @@ def test_repeats_count_by_their_slowest_and_loads_that_broke_do_not() -> None:
     assert choose(waiting, (1.0, 1.0), "p99").load.value == 1
     with pytest.raises(UsageError, match=r"no load of the sweep keeps.*the lowest, 1, has p99 of TTFT 0\.2 s"):
         choose(slow, (0.01, 1.0), "p99")
+    for broke, why in (
+        ({"requests_failed": 3}, "3 requests failed"),
+        ({"overloaded": True}, "did not keep up with it"),
+    ):
+        with pytest.raises(UsageError, match=f"the lowest, 1, has p99 of TTFT 0.2 s, .* ms, but .*{why}$"):
+            choose(sweep([point(1, 10, 0.1, 0.01, **broke)]), (1.0, 1.0), "p99")
     unknown = {"ttft_seconds": dict.fromkeys(PERCENTILES), "tpot_seconds": dict.fromkeys(PERCENTILES)}
     with pytest.raises(UsageError, match=r"the lowest, 1, has no answer within its window; use a longer --window"):
         choose(sweep([point(1, 10, 0.1, 0.01, **unknown)]), (1.0, 1.0), "p99")

@@ -102,6 +102,10 @@ def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile:
     if not unbroken:
         lowest = loads[0] if loads else None
         seen = "" if lowest is None else f"; the lowest, {precise(lowest.value)}, {_latencies(lowest, percentile)}"
+        if lowest is not None and not lowest.kept_up:
+            failed = sum(point.get("requests_failed") or 0 for point in lowest.points)
+            why = f"{count_of(failed, 'request')} failed" if failed else "the target did not keep up with it"
+            seen += f", but {why}"
         raise UsageError(f"no load of the sweep keeps {wanted}{seen}")
     if not within:
         most = max(unbroken, key=lambda load: load.answers)
