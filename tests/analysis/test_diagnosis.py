@@ -146,6 +146,16 @@ def test_a_healthy_run_has_no_cause_and_the_command_says_what_was_examined(tmp_p
     assert (code, len(err.splitlines())) == (2, 1)
 
 
+def test_a_run_without_samples_has_no_list_of_checks_that_found_nothing(tmp_path: Path) -> None:
+    facts = {"core_wait_share": 0.3, "target": {"kind": "endpoint"}}
+    folder = RunFolder.create(
+        tmp_path, "run", {}, {"hostname": "here"}, scenario="server", summarise=summarise_run, facts=facts
+    )
+    folder.finish({"verdict": "INVALID", "reasons": []})
+    code, out, _ = call_here("doctor", folder.path)
+    assert code == 0 and "FIX " in out and "OK " not in out and "0 checks" not in out, out
+
+
 def test_of_a_folder_of_runs_such_as_a_sweep_each_is_examined(tmp_path: Path) -> None:
     slow = {"core_wait_share": 0.3}
     for name, facts in (("01-concurrency-1-1", {}), ("02-concurrency-4-1", slow)):

@@ -178,7 +178,8 @@ def doctor(
                 if finding["command"]:
                     print(f"         {finding['command']}")
         fine = [one["code"] for one in findings if one["state"] == "OK"]
-        print(f"{'OK':8} {count_of(len(fine), 'check')}: {', '.join(fine)}")
+        if fine:
+            print(f"{'OK':8} {count_of(len(fine), 'check')}: {', '.join(fine)}")
 
     print_result(document, show, json_only=json_only)
     return ExitCode.OK
