@@ -1,4 +1,4 @@
-"""Units of claims: a claim holds only in its own unit, and a unit that is not known changes nothing."""
+"""Units of claims: a claim holds only in its own unit."""
 
 import ast
 import json
@@ -7,12 +7,12 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_claims import answer_of
+from test_claims import answer_of, write
 
 from claims_support import azure_evidence
 from examples import examples
 from megatoken.claims.judge import judge
-from megatoken.claims.schema import Claim, ClaimsFile
+from megatoken.claims.schema import Claim, ClaimsFile, load_claims
 from megatoken.claims.units import UnitsError, convert, named, of_formula, parse
 from megatoken.errors import UsageError
 
@@ -48,7 +48,8 @@ SHARES = "inputs: {a: {value: 125}, b: {value: 100}}"
         (10.92, "W", f"{RATE} / power", POWER, UNKNOWN, None),
         (288, "TB", "accelerator('GB300', 'hbm_gb')", "", FAILS, 0.288),
         (288, "tb", "accelerator('GB300', 'hbm_gb')", "", FAILS, 0.288),
-        (15000, "TFLOPs", "accelerator('GB300', 'fp4_dense_tflops')", "", HOLDS, 15000),
+        (15000, "TFLOPs", "accelerator('GB300', 'fp4_dense_tflops')", "", UNKNOWN, None),
+        (1.08, "EFLOPS", "72 * accelerator('GB300', 'fp4_dense_tflops')", "", HOLDS, 1.08),
         (268.2, "GiB", "accelerator('GB300', 'hbm_gb')", "", HOLDS, 268.22),
         (2, "TB", "number(system.host_storage_capacity, 'TB')", "", HOLDS, 2),
         (72, "tokens/s", "accelerators", "", UNKNOWN, None),
@@ -59,8 +60,25 @@ SHARES = "inputs: {a: {value: 125}, b: {value: 100}}"
         (94.2, "%", "min(tokens_per_second) / mean(tokens_per_second)", "", HOLDS, 94.17),
         (5, "W", "mean(tokens_per_second) + mean(duration_seconds)", "", UNKNOWN, None),
         (5, "GB", "accelerator('GB300', 'hbm_gb') + accelerator('GB300', 'driver_memory_mib')", "", UNKNOWN, None),
-        # Unknown units, as before: of the claim, of an input, and of a number of the formula.
-        (1100948.3, "widgets", RATE, "", HOLDS, 1100948.3),
+        (25, "pct", "a / b - 1", SHARES, HOLDS, 25),
+        (25, "% uplift", "a / b - 1", SHARES, HOLDS, 25),
+        (2288.4, "milliseconds", "median(latency_p50_seconds)", "", FAILS, 2288413.4),
+        (2288413400.8, "μs", "median(latency_p50_seconds)", "", HOLDS, 2288413400.8),
+        (100.8, "kilowatts", RACK_TDP, "presented_as: nameplate", HOLDS, 100.8),
+        (34.7, "Trillion tokens per year", RATE, "", HOLDS, 34.72),
+        # The unit of the claim is not known, or of a part of what the formula gives.
+        (1100948.3, "widgets", RATE, "", UNKNOWN, None),
+        (1100948.3, "tokens/month", RATE, "", UNKNOWN, None),
+        (1100948.3, "tokens/s per 72 GPUs", RATE, "", UNKNOWN, None),
+        # A number of the formula may be tokens, or have the unit of the formula, but is no bridge to any unit.
+        (100800, "tokens/s", RACK_TDP, "presented_as: nameplate", UNKNOWN, None),
+        (2419200, "kWh", f"{RACK_TDP} * 24", "presented_as: nameplate", UNKNOWN, None),
+        (1100948.3, "W", f"{RATE} ** 1", "", UNKNOWN, None),
+        (1.2719, "%", f"{RATE} / 865584", "", FAILS, 127.19),
+        (127.19, "%", f"{RATE} / 865584", "", HOLDS, 127.19),
+        # Where the formula converts to a third unit, the right value is the converted one.
+        (5, "MW", f"{RACK_TDP} / 1000", "presented_as: nameplate", FAILS, 0.1008),
+        # Unknown units of an input and of a number of the formula, as before.
         (125, "W", "a", SHARES, HOLDS, 125),
         (1693.8, "interactions/s", f"{RATE} / 650", "", HOLDS, 1693.8),
         (1100.9, "queries/s", f"{RATE} / 1000", "", HOLDS, 1100.9),
@@ -90,6 +108,43 @@ def test_a_number_whose_unit_is_not_stated_is_named(tmp_path):
     known = answer_of(tmp_path, claim.format("each", stated), azure_evidence())
     assert (number.answer, known.answer) == (HOLDS, HOLDS)
     assert "unit not checked" in number.why and "unit not checked" not in known.why
+
+
+def test_numbers_that_may_convert_and_did_not_are_named(tmp_path):
+    claim = '- {id: a, text: t, value: 66056898, unit: tokens/s, formula: "sum(tokens_per_second) * 60"}'
+    answer = answer_of(tmp_path, claim, azure_evidence())
+    assert answer.answer == HOLDS and "unit not checked" in answer.why
+
+
+def test_a_unit_of_another_part_than_the_scope_is_refused():
+    with pytest.raises(ValueError, match=r"unit tokens/s/GPU is of a GPU, and scope is rack"):
+        Claim(id="a", text="t", value=1.0, unit="tokens/s/GPU", scope="rack")
+    assert Claim(id="a", text="t", value=1.0, unit="tokens/s per accelerator", scope="gpu").is_plain_rate
+
+
+def test_a_text_is_no_value_of_a_number(tmp_path):
+    claim = "- {id: a, text: t, value: 1.1M, unit: tokens/s, formula: sum(tokens_per_second)}"
+    with pytest.raises(UsageError, match=r"'1\.1M' is text, and the formula gives a number; write a number"):
+        answer_of(tmp_path, claim, azure_evidence())
+
+
+@pytest.mark.parametrize(
+    ("used", "unit", "formula", "answer", "reason"),
+    [
+        ("value: 1e7, unit: tokens/s, scope: rack", "tokens/s", "claim('p') / 72", UNKNOWN, "which does not hold"),
+        ("value: 3, unit: W, settle: [a meter]", "W", "claim('p')", UNKNOWN, "which cannot be determined"),
+        ("value: 100800, unit: W, presented_as: nameplate, formula: RACK", "W", "claim('p')", FAILS, "p is nameplate"),
+        ("value: 100800, unit: W, presented_as: estimate, formula: RACK", "W", "claim('p')", FAILS, "p is an estimate"),
+        ("value: 3, unit: W, presented_as: estimate, formula: '3'", "W", "claim('p')", FAILS, "p is an estimate"),
+    ],
+)
+def test_a_claim_is_no_better_than_those_it_uses(tmp_path, used, unit, formula, answer, reason):
+    value = {"claim('p') / 72": 138888.9}.get(formula, 100800 if "RACK" in used else 3)
+    claims = f"""- {{id: a, text: t, value: {value}, unit: {unit}, formula: "{formula}"}}
+- {{id: p, text: t, {used.replace("RACK", f'"{RACK_TDP}"')}}}
+"""
+    first = judge(load_claims(write(tmp_path, claims)), azure_evidence())[0]
+    assert (first.claim.id, first.answer) == ("a", answer) and reason in first.why
 
 
 @pytest.mark.parametrize(("scope", "answer"), [("rack", HOLDS), ("node", FAILS)])

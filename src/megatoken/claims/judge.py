@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
@@ -23,7 +23,7 @@ from megatoken.claims.facts import POWER, Facts, FormulaError, NoResultError, Un
 from megatoken.claims.formula import Lookups, claims_named, computes, evaluate, recomputed_text, unit_of
 from megatoken.claims.ratio import Objection, judge_ratio
 from megatoken.claims.schema import BASIS_OF, Answered, Claim, ClaimsFile
-from megatoken.claims.units import PLAIN, Unit, UnitsError, convert, named, parse, unstated
+from megatoken.claims.units import PLAIN, Unit, UnitsError, convert, named, parse, unchecked
 from megatoken.errors import UsageError
 from megatoken.text import exact
 
@@ -39,6 +39,9 @@ DEFAULT_FORMULAS = {
     "gpu": "sum(tokens_per_second) / accelerators",
 }
 MOST_PLACES = 20
+PRESENTED = {"nameplate sold as measured", "projection sold as measurement", "estimate sold as measurement"}
+"""Errors of which the value itself is right."""
+UNCHECKED = "unit not checked: numbers in the formula have none; give them as inputs with units"
 OWN_NUMBERS = "computed only from numbers of the claims file, without artefacts or published results"
 
 
@@ -103,23 +106,36 @@ def judge(claims: ClaimsFile, evidence: Evidence | None) -> list[ClaimAnswer]:
     """
     facts = gather(evidence, claims.runs)
     by_id = {claim.id: claim for claim in claims.claims}
-    answers = []
-    used_claims: dict[str, set[str]] = {}
-    for claim in claims.claims:
+    answers: dict[str, ClaimAnswer] = {}
+    for name in _in_order(by_id):
+        claim = by_id[name]
         source = "; ".join(filter(None, (claims.source, claim.source)))
-        try:
-            answers.append(_answer(claim, source, facts, by_id))
-            used_claims[claim.id] = set().union(*map(claims_named, _formulas(claim).values()))
-        except UsageError as error:
-            raise UsageError(f"claim {claim.id}: {error}") from error
+        with _named(claim):
+            answers[name] = _answer(claim, source, facts, by_id, answers)
+    return [answers[name] for name in by_id]
+
+
+def _in_order(claims: Mapping[str, Claim]) -> list[str]:
+    """The ids, those that a formula uses before the claims that use them. Raises UsageError."""
+    used: dict[str, set[str]] = {}
+    for name, claim in claims.items():
+        with _named(claim):
+            used[name] = set().union(*map(claims_named, _formulas(claim).values())) & claims.keys()
     try:
-        TopologicalSorter(used_claims).prepare()
+        return list(TopologicalSorter(used).static_order())
     except CycleError as error:
         circle = " -> ".join(reversed(error.args[1]))
         raise UsageError(
             f"claim {error.args[1][0]} is computed from itself ({circle}); give it another formula"
         ) from None
-    return answers
+
+
+@contextmanager
+def _named(claim: Claim) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"claim {claim.id}: {error}") from error
 
 
 def _formulas(claim: Claim) -> dict[str, str]:
@@ -130,7 +146,10 @@ def _formulas(claim: Claim) -> dict[str, str]:
     return formula if isinstance(formula, dict) else {"": formula}
 
 
-def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]) -> ClaimAnswer:
+def _answer(
+    claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim], answers: Mapping[str, ClaimAnswer]
+) -> ClaimAnswer:
+    """``answers``: of the claims that its formula uses."""
     try:
         if claim.presented_as == "forecast":
             settle = claim.settle or ["a measurement, when one exists"]
@@ -139,7 +158,7 @@ def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]
             return _ratio(claim, source, facts)
         if claim.formula is None and not claim.is_plain_rate:
             return _unknown(claim, source, "the artefacts contain nothing about it", claim.settle)
-        return _recomputed(claim, source, facts, claims)
+        return _recomputed(claim, source, facts, claims, answers)
     except UnknownFactError as error:
         return _unknown(claim, source, f"not shown: {error.name}", (error.settle, *claim.settle))
     except NoResultError as error:
@@ -150,13 +169,16 @@ def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]
         return _unknown(claim, source, f"{error}{claimed}; correct the unit or the formula", (wanted, *claim.settle))
 
 
-def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]) -> ClaimAnswer:
+def _recomputed(
+    claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim], answers: Mapping[str, ClaimAnswer]
+) -> ClaimAnswer:
     results: dict[str, tuple[Recomputed, Lookups]] = {}
     unknown: list[UnknownFactError | NoResultError | UnitsError] = []
     for name, formula in _formulas(claim).items():
         lookups = Lookups(claim, facts, claims)
         try:
             value = _in_its_unit(claim, _single(evaluate(formula, lookups)), unit_of(formula, lookups), lookups)
+            _inherit(lookups, [answers[used] for used in sorted(claims_named(formula))])
         except (UnknownFactError, NoResultError, UnitsError) as error:
             if isinstance(error, NoResultError) and not lookups.uses_evidence:
                 raise FormulaError(f"{error}; correct the formula") from error
@@ -197,18 +219,36 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     return _objected(answer, _amount(best, claim), objections)
 
 
+def _inherit(lookups: Lookups, used: Sequence[ClaimAnswer]) -> None:
+    """A claim that uses others is no better than they are. Raises UnknownFactError: one of them is wrong or unknown."""
+    for one in used:
+        name = f"claim {one.claim.id}"
+        if set(one.errors) - PRESENTED or one.answer == "cannot be determined":
+            raise UnknownFactError(f"{name}, which {one.answer}", f"a value for {name} that holds")
+        if one.claim.presented_as == "nameplate" or "nameplate sold as measured" in one.errors:
+            lookups.nameplate.setdefault(f"{name} is nameplate")
+        if one.claim.presented_as == "estimate" or "estimate sold as measurement" in one.errors:
+            lookups.estimates.append(f"{name} is an estimate")
+        if "projection sold as measurement" in one.errors:
+            lookups.projections.append(f"{name} is a projection")
+
+
 def _in_its_unit(claim: Claim, value: float | str, unit: Unit | None, lookups: Lookups) -> float | str:
     """A result, which is in ``unit``, in the unit of its claim. Raises UnitsError: the units do not fit."""
+    if isinstance(value, float) and isinstance(claim.value, str):
+        what = "is text, and the formula gives a number"
+        raise FormulaError(f"value {claim.value!r} {what}; write a number, and what it counts as unit")
     if isinstance(value, str) or not claim.is_number:
         return value
     claimed = parse(claim.unit)
+    if claim.unit and claimed is None and unit and unit.dimensions != PLAIN and not unit.open:
+        raise UnitsError(f"the unit is not known; the formula gives {unit}")
     values = convert(value, unit, claimed)
     if len({agrees(claim, one) for one in values}) > 1:
         raise UnitsError(f"the formula gives {unit}, or what its own numbers convert them to")
-    if unstated(unit, claimed):
-        unchecked = "unit not checked: numbers in the formula have none; give them as inputs with units"
-        lookups.conditions.setdefault(unchecked)
-    return values[0]
+    if claim.unit and unchecked(unit, claimed):
+        lookups.conditions.setdefault(UNCHECKED)
+    return values[-1]
 
 
 def _figure_of_another(claim: Claim, lookups: Lookups) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 
 Dimensions = tuple[tuple[str, int], ...]  # names and powers, sorted, without zero powers
 
@@ -19,12 +20,13 @@ PLAIN: Dimensions = ()
 SECOND: Dimensions = (("second", 1),)
 WATT: Dimensions = (("joule", 1), ("second", -1))
 RATE: Dimensions = (("second", -1), ("token", 1))
+_COUNTED = ("gpu", "accelerator", "node", "vm", "rack")
 _UNITS: dict[str, tuple[float, Dimensions]] = {
     **dict.fromkeys(("token", "tok"), (1, (("token", 1),))),
     **dict.fromkeys(("s", "sec", "second"), (1, SECOND)),
     **dict.fromkeys(("min", "minute"), (60, SECOND)),
     **dict.fromkeys(("h", "hr", "hour"), (3600, SECOND)),
-    "day": (86_400, SECOND),
+    **{"day": (86_400, SECOND), "week": (604_800, SECOND), "year": (31_536_000, SECOND)},
     **dict.fromkeys(("W", "watt"), (1, WATT)),
     **dict.fromkeys(("J", "joule"), (1, (("joule", 1),))),
     "Wh": (3600, (("joule", 1),)),
@@ -34,19 +36,21 @@ _UNITS: dict[str, tuple[float, Dimensions]] = {
     "FLOP": (1, (("FLOP", 1),)),
     "FLOPS": (1, (("FLOP", 1), ("second", -1))),
     **dict.fromkeys(("$", "USD", "dollar"), (1, (("dollar", 1),))),
+    "cent": (0.01, (("dollar", 1),)),
     **dict.fromkeys(("€", "EUR", "euro"), (1, (("euro", 1),))),
-    **dict.fromkeys(("%", "percent"), (0.01, PLAIN)),
-    **dict.fromkeys(("times", "x", "gpu", "accelerator", "node", "vm", "rack"), (1, PLAIN)),
+    **dict.fromkeys(("%", "percent", "pct"), (0.01, PLAIN)),
+    **dict.fromkeys(("times", "x", *_COUNTED), (1, PLAIN)),
     **dict.fromkeys(("sample", "query", "querie", "request"), (1, PLAIN)),
 }
 _AS_WRITTEN = ("kw", "kwh", "gb", "tb", "FLOP")  # Gb may be bits, and FLOPs may be FLOPS
-_SMALL = {"n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3}  # of symbols only: m tokens may be millions
-_LARGE = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_SMALL = {"n": 1e-9, "u": 1e-6, "μ": 1e-6, "m": 1e-3}  # of symbols only: m tokens may be millions
+_LARGE = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _LARGE |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SPELLED = {"kilo": 1e3, "mega": 1e6, "giga": 1e9, "tera": 1e12, "milli": 1e-3, "micro": 1e-6, "nano": 1e-9}
 _WORDS = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}  # before a unit: million tokens/s
 _WORDS |= {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _UNSAID = ("output", "generated")  # the tokens of facts are output tokens
-_CHANGE = re.compile(r"(%|percent) (?:more|less|fewer|higher|lower|faster|slower|better|of)\b.*")
+_CHANGE = re.compile(r"(%|percent|pct) (?!(?:per|an?)\b)[a-z][^/]*")  # % more, % of the price
 _NAMES = {  # how the names of facts and columns end -> unit
     **{"tokens": "tokens", "samples": "samples", "qps": "queries/s", "percent": "%", "dollars": "$", "euros": "€"},
     **{"seconds": "s", "minutes": "min", "hours": "h", "ms": "ms", "ns": "ns"},
@@ -56,6 +60,8 @@ _NAMES = {  # how the names of facts and columns end -> unit
 _NAME = re.compile(rf"(?:.*[_.])?({'|'.join(sorted(_NAMES, key=len, reverse=True))})(?:_per_([a-z]+))?(?:_both_\w+)?")
 _COUNTS = ("nodes", "accelerators", "accelerators_per_node", "samples_issued", "samples_requested", "errors")
 _MOST_SCALES = 256
+_STATED = ({"token": 1}, {"token": 1, "second": 1}, {"byte": 1}, {"FLOP": 1}, {"dollar": 1}, {"euro": 1})
+"""Not time, of which hours and seconds differ."""
 
 
 class UnitsError(Exception):
@@ -101,12 +107,16 @@ def _converts(value: float) -> bool:
 @cache
 def parse(text: str) -> Unit | None:
     """The unit that ``text`` writes; None if this module does not know it."""
-    parts = re.split(r"\s*/\s*|\s*\b(?:per|an?)\b\s*", _CHANGE.sub(r"\1", " ".join(text.split())))
+    parts = re.split(r"\s*/\s*|\s*\b(?:per|an?)\b\s*", _CHANGE.sub(r"\1", _plain_text(text)))
     found: Unit | None = Unit()
     for at, part in enumerate(parts):
         for factor in _factors(part):
             found = _times(found, factor, divide=at > 0)
     return found if found and 0 < found.scale < math.inf else None
+
+
+def _plain_text(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).replace("per cent", "percent").split())
 
 
 def _factors(text: str) -> list[Unit | None]:
@@ -115,16 +125,18 @@ def _factors(text: str) -> list[Unit | None]:
     found: list[Unit | None] = []
     for at, word in enumerate(words):
         amount = re.fullmatch(r"(\d{0,9})([a-zA-Z]*)", word)
-        if amount and amount[2] in _WORDS and at + 1 < len(words):
-            scale = float(amount[1] or 1) * _WORDS[amount[2]]
-            found.append(Unit(scale=scale, scales=(scale,)))
+        name = amount[2].lower() if amount and len(amount[2]) > 1 else amount and amount[2]
+        if amount and name in _WORDS and at + 1 < len(words):
+            scale = float(amount[1] or 1) * _WORDS[name]
+            counted = words[at + 1].lower().removesuffix("s") in _COUNTED  # so the unit is of a part of the whole
+            found.append(None if counted else Unit(scale=scale, scales=(scale,)))
         else:
             found.append(_unit(word))
     return found or [None]
 
 
 def _unit(word: str) -> Unit | None:
-    for prefix, factor in {"": 1.0, **_SMALL, **_LARGE}.items():
+    for prefix, factor in {"": 1.0, **_SMALL, **_LARGE, **_SPELLED}.items():
         rest = word.removeprefix(prefix)
         for name in (rest, rest.removesuffix("s"), rest.lower(), rest.lower().removesuffix("s")):
             symbol = len(name) == 1 or name in _AS_WRITTEN or prefix in _SMALL  # s is seconds, S and Ws are nothing
@@ -142,21 +154,16 @@ def named(name: str) -> Unit | None:
     return parse("/".join(filter(None, (_NAMES[match[1]], match[2])))) if match else None
 
 
-def unstated(unit: Unit | None, to: Unit | None) -> bool:
-    """Whether a formula gives ``to`` only if its own numbers have units that are not stated."""
-    return unit is not None and to is not None and not unit.numbers and unit.open and unit.dimensions != to.dimensions
-
-
 def convert(value: float, unit: Unit | None, to: Unit | None) -> list[float]:
     """``value`` in the unit ``to``, unchanged if a unit is unknown or the numbers of the formula give ``to``.
 
-    Several values if the formula converts to a third unit: ``watts / 1000`` in MW. The first is without that.
+    Several values if the formula converts to a third unit: ``watts / 1000`` in MW. The last is with that.
 
     Raises UnitsError: the units do not fit.
     """
-    if unit is None or to is None or unit.numbers or unstated(unit, to):
+    if unit is None or to is None or unit.numbers:
         return [value]
-    if unit.dimensions != to.dimensions:
+    if unit.dimensions != to.dimensions and not (unit.open and _may_be_stated(unit, to)):
         raise UnitsError(f"the formula gives {unit}")
     if _may_be(unit, to.scale):
         return [value]
@@ -165,6 +172,24 @@ def convert(value: float, unit: Unit | None, to: Unit | None) -> list[float]:
     if not all(map(math.isfinite, converted)):
         raise UnitsError(f"the formula gives more {unit} than can be converted")
     return converted
+
+
+def _may_be_stated(unit: Unit, to: Unit) -> bool:
+    """Whether numbers of a formula may have what is missing: its own unit as in ``rate / 865584``, tokens, a rate."""
+    missing = _times(to, unit, divide=True)
+    powers = {name: abs(power) for name, power in missing.dimensions} if missing else {}
+    return to.dimensions == PLAIN or powers in _STATED
+
+
+def unchecked(unit: Unit | None, to: Unit | None) -> bool:
+    """Whether ``convert`` takes the formula's word for it, because its numbers may have units or convert them."""
+    if unit is None:
+        return to is not None and to.dimensions != PLAIN
+    if to is None:
+        return unit.dimensions != PLAIN
+    if unit.numbers:
+        return False
+    return unit.dimensions != to.dimensions or (len(unit.scales) > 1 and to.scale == unit.scale)
 
 
 def _times(one: Unit | None, other: Unit | None, *, divide: bool = False) -> Unit | None:
@@ -237,6 +262,8 @@ def of_formula(node: ast.AST, unit_of: Callable[[str, list[str]], Unit | None]) 
         case ast.BinOp(left=left, op=ast.Mult() | ast.Div() as sign, right=right):
             divide = isinstance(sign, ast.Div)
             return _times(of_formula(left, unit_of), of_formula(right, unit_of), divide=divide)
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if 1 <= power <= 3:
+            return reduce(_times, [of_formula(left, unit_of)] * power)
         case ast.Call(func=ast.Name(id="count")):
             return Unit()
         case ast.Call(func=ast.Name(id="number"), args=[_, ast.Constant(value=str() as text)]):
