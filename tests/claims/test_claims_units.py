@@ -98,7 +98,31 @@ def test_a_unit_that_does_not_fit_is_named_with_the_fix(tmp_path):
     assert why == "the formula gives tokens/s, and the claim is in W; correct the unit or the formula"
     ratio = "ratio: {of: {name: x, value: 2}, to: {name: y, value: 1}}"
     answer = answer_of(tmp_path, f"- {{id: a, text: t, value: 2, unit: tokens/s, {ratio}}}", None)
-    assert (answer.answer, answer.why.partition(",")[0]) == (UNKNOWN, "a ratio gives a plain number")
+    assert (answer.answer, answer.why.partition(",")[0]) == (UNKNOWN, "a ratio gives times or %")
+
+
+@pytest.mark.parametrize(
+    ("of", "to", "value", "unit", "answer"),
+    [
+        (5, 4, 1.25, "times", HOLDS),
+        (5, 4, 1.25, "", HOLDS),
+        (5, 4, 25, "% more", HOLDS),
+        (5, 4, 25, "pct", HOLDS),
+        (5, 4, 25, "per cent", HOLDS),
+        (5, 4, 125, "% of the other", HOLDS),
+        (5, 4, 25, "% of the other", FAILS),
+        (5, 4, 25, "% slower", FAILS),
+        (5, 4, 1.25, "x slower", FAILS),
+        (4, 5, 20, "% slower", HOLDS),
+        (4, 5, 1.25, "times slower", HOLDS),
+        (5, 4, 1.25, "thousand times", UNKNOWN),
+        (5, 4, 1.25, "GPUs", UNKNOWN),
+    ],
+)
+def test_a_ratio_is_judged_in_its_unit(tmp_path, of, to, value, unit, answer):
+    ratio = f"ratio: {{of: {{name: x, value: {of}}}, to: {{name: y, value: {to}}}}}"
+    claim = f'- {{id: a, text: t, value: {value}, unit: "{unit}", {ratio}}}'
+    assert answer_of(tmp_path, claim, None).answer == answer
 
 
 def test_a_number_whose_unit_is_not_stated_is_named(tmp_path):

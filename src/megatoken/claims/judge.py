@@ -287,9 +287,6 @@ def _presentation(claim: Claim, lookups: Lookups) -> Iterator[Objection]:
 
 
 def _ratio(claim: Claim, source: str, facts: Facts) -> ClaimAnswer:
-    unit = parse(claim.unit)
-    if unit and unit.dimensions != PLAIN:
-        raise UnitsError("a ratio gives a plain number")
     judged = judge_ratio(claim, facts)
     others = tuple(Recomputed(value, claim.unit, formula) for formula, value in judged.others)
     best = Recomputed(judged.value, claim.unit, judged.formula)

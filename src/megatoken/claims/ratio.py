@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatoken.analysis.published import published_result
 from megatoken.audit.evidence import Where
 from megatoken.claims.facts import SYSTEM, Facts, FormulaError, UnknownFactError
 from megatoken.claims.schema import BASIS_OF, Claim, Side
+from megatoken.claims.units import UnitsError, plain_text
 from megatoken.errors import UsageError
 from megatoken.text import precise
 
@@ -39,11 +41,16 @@ class JudgedRatio:
     where: tuple[Where, ...]
 
 
+_UNIT = re.compile(
+    r"(?:(%|percent|pct)|(times|x))?(?: (?:(less|fewer|lower|slower|worse|smaller)|(of)|[a-z]+)\b.*)?", re.IGNORECASE
+)
+
+
 def judge_ratio(claim: Claim, facts: Facts) -> JudgedRatio:
     """Recompute the ratio of ``claim``.
 
     Raises UnknownFactError: the artefacts or the published results do not have a side; FormulaError: a side has no
-    rate on the basis, because the file does not state its accelerators or nodes.
+    rate on the basis, because the file does not state its accelerators or nodes; UnitsError: the unit is not of a ratio.
     """
     ratio = claim.ratio
     assert ratio is not None
@@ -135,8 +142,17 @@ def _rate(entry: Entry, basis: str) -> float:
 
 
 def _in_unit(ratio: float, unit: str) -> float:
-    """The ratio itself or, for a unit of percent, by how many percent it exceeds one."""
-    return (ratio - 1) * 100 if unit.startswith(("%", "percent")) else ratio
+    """The ratio itself or, for a unit of percent, by how many percent it exceeds one.
+
+    Raises UnitsError: the unit is none of a ratio.
+    """
+    match = _UNIT.fullmatch(plain_text(unit))
+    if match is None:
+        raise UnitsError("a ratio gives times or %")
+    percent, times, less, of = match.groups()
+    if percent:
+        return 100 * (ratio if of else 1 - ratio if less else ratio - 1)
+    return 1 / ratio if times and less else ratio
 
 
 def _listed(unlike: list[Difference]) -> str:

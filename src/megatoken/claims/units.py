@@ -107,7 +107,7 @@ def _converts(value: float) -> bool:
 @cache
 def parse(text: str) -> Unit | None:
     """The unit that ``text`` writes; None if this module does not know it."""
-    parts = re.split(r"\s*/\s*|\s*\b(?:per|an?)\b\s*", _CHANGE.sub(r"\1", _plain_text(text)))
+    parts = re.split(r"\s*/\s*|\s*\b(?:per|an?)\b\s*", _CHANGE.sub(r"\1", plain_text(text)))
     found: Unit | None = Unit()
     for at, part in enumerate(parts):
         for factor in _factors(part):
@@ -115,7 +115,8 @@ def parse(text: str) -> Unit | None:
     return found if found and 0 < found.scale < math.inf else None
 
 
-def _plain_text(text: str) -> str:
+def plain_text(text: str) -> str:
+    """A unit in the usual characters, with single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).replace("per cent", "percent").split())
 
 
