@@ -50,7 +50,7 @@ def judge_ratio(claim: Claim, facts: Facts) -> JudgedRatio:
     """Recompute the ratio of ``claim``.
 
     Raises UnknownFactError: the artefacts or the published results do not have a side; FormulaError: a side has no
-    rate on the basis, because the file does not state its accelerators or nodes; UnitsError: the unit is not of a ratio.
+    rate on the basis, because the file does not state its accelerators or nodes; UnitsError: the unit is no ratio's.
     """
     ratio = claim.ratio
     assert ratio is not None
