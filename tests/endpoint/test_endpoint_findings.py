@@ -85,6 +85,25 @@ def test_a_search_for_the_rate_of_a_server_that_serves_nothing_names_the_failure
     assert len([*(tmp_path / "runs").glob("*/probes/*")]) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "failure"),
+    [(("error", "quick"), "HTTP 500: the engine has failed"), (("close",), "the connection was closed in the middle")],
+)
+def test_a_search_for_the_rate_of_a_server_that_fails_a_part_names_the_failure(
+    words: tuple[str, ...], failure: str, server: Server, tmp_path: Path
+) -> None:
+    """Of a stream that ends early, the first token came; others of its kind are in flight as the probe ends."""
+    lines = write_lines(tmp_path / "prompts.jsonl", *({"prompt": word, "max_tokens": 4} for word in words))
+    load = ("--scenario", "server", "--find-rate", "--rate", 80, "--min-duration", 10, "--warm-up", 0)
+    code, out, err = call_here("run", "--endpoint", server.url, "--prompts", lines, *load, "--out", tmp_path / "runs")
+    (verdict,) = (line for line in out.splitlines() if "NO_VALID_RATE" in line)
+    assert code == 3 and " samples failed: " in verdict and f" x {failure}" in verdict, out + err
+    first = next(line for line in err.splitlines() if line.startswith("80 samples/s"))
+    assert first.startswith("80 samples/s too high: ") and f" x {failure}" in first
+    for wrong in ("--min-duration", "over the TTFT", "the client"):
+        assert wrong not in out + err.split("probe at", 1)[1]
+
+
 def test_a_server_that_fails_before_the_first_stage_is_over_is_named(server: Server, tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "prompts.jsonl", {"prompt": "error", "max_tokens": 12})
     load = ("--concurrency", "8@20,16@20", "--warm-up", 0)

@@ -172,7 +172,7 @@ def test_a_rate_that_only_the_client_could_not_send_is_no_limit_of_the_server(
 def test_a_search_ends_with_the_first_try_that_serves_nothing_and_keeps_a_rate_confirmed_before(last: int) -> None:
     def measure(tried: Try, probe: Probe) -> Outcome:
         if len(finder.probes) + 1 == last:
-            return Outcome("x", None, ("FAILED_SAMPLES",), failure="9 x HTTP 500: out of memory")
+            return Outcome("x", None, ("FAILED_SAMPLES",), failure="9 x HTTP 500: out of memory", served=False)
         return target.measure(tried, probe)
 
     said: list[str] = []
@@ -239,11 +239,41 @@ def test_a_time_per_token_over_its_limit_is_seen() -> None:
     assert 20 < when < 30
 
 
-def test_failed_samples_speak_against_a_rate() -> None:
-    watch = SaturationWatch(LatencyLimits(1.0, 1.0), 10.0, 1000, 100.0)
-    watch.add_samples([SampleRow(n, 0, n / 10, n / 10, None, None, 1, 0, None, "here", 0, "no") for n in range(50)])
+@pytest.mark.parametrize(("late", "code"), [(0, "FAILED_SAMPLES"), (2, "FAILED_SAMPLES"), (3, "OVER_LIMIT")])
+def test_failed_samples_speak_against_a_rate_and_are_not_called_late(late: int, code: str) -> None:
+    watch = SaturationWatch(LatencyLimits(1.0, 1.0), 10.0, 1000, 100.0)  # a run of full length may have 2
+    failed = [SampleRow(n, 0, n / 10, n / 10, None, None, 1, 0, None, "here", 0, "no") for n in range(max(1, 3 - late))]
+    due = np.zeros(late)
+    watch.add_samples([*rows_of(due, due + 2, due + 2, np.full(late, 2)), *failed])
     found = watch.look(5.0, np.empty(0), np.empty(0))
-    assert found is not None and found.reason["code"] == "OVER_LIMIT"
+    assert found is not None and found.reason["code"] == code and found.surely
+    count = {"FAILED_SAMPLES": "failed", "OVER_LIMIT": "samples"}[code]
+    assert dict(found.reason)[count] == (late if code == "OVER_LIMIT" else len(failed))
+
+
+@pytest.mark.parametrize("highest_served", [0.0, 60.0])
+def test_samples_that_fail_are_no_limit_of_the_client_and_need_no_longer_run(highest_served: float) -> None:
+    """Every third sample fails, at any rate or above 60 samples/s only."""
+    said: list[str] = []
+
+    def measure(tried: Try, probe: Probe) -> Outcome:
+        outcome = target.measure(tried, probe)
+        if tried.rate <= highest_served:
+            return outcome
+        broken = ("CLIENT_SATURATED", "FAILED_SAMPLES")
+        return replace(outcome, broken=broken, failure="9 of 27 samples failed: 9 x HTTP 500: no room")
+
+    target = Simulated(queue_of(20, 0.01), LatencyLimits(2.0, 1.0), SEED, full_seconds=30.0)
+    finder = RateFinder(Goal(target.limits, target.full_length, SEED), 150.0, measure, said.append)
+    finder.run()
+    assert said[0] == "150 samples/s too high: 9 of 27 samples failed: 9 x HTTP 500: no room; CLIENT_SATURATED"
+    assert not finder.limited_by_client and "--min-duration" not in finder.outcome
+    if highest_served:
+        assert finder.found is not None and 0.98 * highest_served <= finder.found <= highest_served
+        assert "no room" not in finder.outcome
+    else:
+        assert finder.found is None
+        assert finder.outcome.endswith(" samples/s, 9 of 27 samples failed: 9 x HTTP 500: no room")
 
 
 @given(st.floats(0.01, 1e5), st.floats(0.01, 100), st.booleans())

@@ -156,20 +156,27 @@ class _Prober:
         else:
             broken = _broken(run, probe.seconds is None)
         ttft, tpot = ((run.result.get(name) or {}).get("p99") for name in ("ttft_seconds", "tpot_seconds"))
-        return Outcome(f"{PROBES}/{folder.path.name}", saturation, broken, ttft, tpot, _failure(run))
+        return Outcome(f"{PROBES}/{folder.path.name}", saturation, broken, ttft, tpot, *_failure(run))
 
 
-def _failure(run: Run) -> str | None:
-    """How the samples of a probe failed; None if any was served, if only in part, or none had ended."""
+def _failure(run: Run) -> tuple[str | None, bool]:
+    """How the samples of a probe failed or were empty, None if none did; False if none was served."""
     rows = run.requests.select(["error", "first_token_seconds", "last_token_seconds"]).to_pylist()
     errors = Counter(row["error"] for row in rows if row["error"] is not None)
-    if any(row["error"] is None and row["first_token_seconds"] is not None for row in rows):
-        return None
-    if errors:
-        ends = [note["message"] for note in run.result["notes"] if note["code"] == "SERVER_FAILED"]
-        return "; ".join(ends or [f"{samples:,} x {error}" for error, samples in errors.most_common(3)])
-    empty = sum(row["last_token_seconds"] is not None for row in rows)
-    return reason("NO_OUTPUT", answers=empty)["message"] if empty else None
+    served = any(row["error"] is None and row["first_token_seconds"] is not None for row in rows)
+    without = (row["last_token_seconds"] for row in rows if row["error"] is None and row["first_token_seconds"] is None)
+    if empty := sum(last is not None for last in without):
+        if not errors and not served:
+            return reason("NO_OUTPUT", answers=empty)["message"], False
+        errors["no output token"] = empty
+    if not errors:
+        return None, True
+    said = [f"{samples:,} x {error}" for error, samples in errors.most_common(3)]
+    ends = [note["message"] for note in run.result["notes"] if note["code"] == "SERVER_FAILED"]
+    if not served:
+        return "; ".join(ends or said), False
+    counts = reason("FAILED_SAMPLES", failed=errors.total(), samples=len(rows))["message"]
+    return f"{counts}: {'; '.join(said)}", True
 
 
 def _broken(run: Run, full_length: bool) -> tuple[str, ...]:

@@ -46,11 +46,19 @@ class Outcome:
     broken: tuple[str, ...] = ()
     ttft_p99_seconds: float | None = None  # of its completed samples
     tpot_p99_seconds: float | None = None
-    failure: str | None = None  # how its samples failed, if none was served
+    failure: str | None = None  # how its samples failed, if any did
+    served: bool = True  # False: samples failed, and none was served
+
+    @property
+    def failed(self) -> bool:
+        """Whether failed samples, not latencies, made it invalid."""
+        return "FAILED_SAMPLES" in (self.broken if self.saturation is None else (self.saturation.reason["code"],))
 
     @property
     def by_client(self) -> bool:
         """Whether what broke it says nothing against the server."""
+        if self.failed:
+            return False
         doubted = bool(self.broken) and self.saturation is None and set(self.broken) <= OF_MEASUREMENT
         return doubted or not OF_CLIENT.isdisjoint(self.broken)
 
@@ -96,6 +104,7 @@ class RateFinder:
         self._life_seconds = 0.0
         self._shortest_probe_seconds = SHORTEST_PROBE_SECONDS
         self._why_ended: str | None = None
+        self._failure: str | None = None  # how samples of the last try failed, where that made it invalid
         self.probes: list[dict[str, Any]] = []  # the outcome of each try, ready for ``result.json``
 
     @property
@@ -131,18 +140,18 @@ class RateFinder:
         """Probes and confirms; returns the name of the run at full length of the rate found, or None.
 
         It ends where no lower rate can show a p99, and where every sample of a try failed: a server that serves nothing
-        fails at every other rate too.
+        fails at every other rate too. Where samples failed to the end, more of them would not help, and that is why.
         """
         confirmed = None
         while (tried := self._search.next()) is not None:
-            self._why_ended = too_few(tried.rate, *self._goal.full_length(tried.rate))
-            if self._why_ended is not None:
+            if (short := too_few(tried.rate, *self._goal.full_length(tried.rate))) is not None:
+                self._why_ended = self._failure or short
                 break
             probe = self._plan(tried)
             outcome = self._measure(tried, probe)
             if outcome is None:
                 return None
-            if outcome.failure is not None:
+            if not outcome.served:
                 self._why_ended = f"no sample was served at {precise(tried.rate)} samples/s: {outcome.failure}"
                 self._search.note_undecided(tried)
                 self._note(tried, outcome, None, f"no sample was served: {outcome.failure}")
@@ -150,6 +159,8 @@ class RateFinder:
             self._judge(tried, probe, outcome)
             if tried.full_length and self.found == tried.rate:
                 confirmed = outcome.name
+        else:
+            self._why_ended = None if self.found else self._failure
         return confirmed
 
     def _plan(self, tried: Try) -> Probe:
@@ -172,7 +183,12 @@ class RateFinder:
         return max(self._shortest_probe_seconds, PROBE_SAMPLES / rate, LIVES_OF_A_PROBE * self._life_seconds)
 
     def _judge(self, tried: Try, probe: Probe, outcome: Outcome) -> None:
-        if outcome.saturation is not None:
+        self._failure = None
+        if outcome.failed:
+            others = () if outcome.saturation else (code for code in outcome.broken if code != "FAILED_SAMPLES")
+            valid, why = False, "; ".join((str(outcome.failure), *others))
+            self._failure = f"at {precise(tried.rate)} samples/s, {outcome.failure}"
+        elif outcome.saturation is not None:
             valid, why = False, "; ".join((outcome.saturation.reason["message"], *outcome.broken))
         elif outcome.broken:
             valid, why = False, ", ".join(outcome.broken)

@@ -49,10 +49,10 @@ class ProbeResult:
 class SaturationWatch:
     """Follows one test. Times are seconds since its start.
 
-    A test ends early in two cases. (1) More samples are over a limit than a run of full length may have in all,
-    including those that have waited longer than the limit for their first token; a probe's arrivals are the first of
-    the full length's. (2) While samples waited all the time, the rate served was so far below the rate offered that the
-    wait would exceed its limit within the full length: the target was full then, so that is its capacity.
+    A test ends early in two cases. (1) More samples are over a limit or failed than a run of full length may have over
+    one in all, including those that have waited longer than the limit for their first token; a probe's arrivals are the
+    first of the full length's. (2) While samples waited all the time, the rate served was so far below the rate offered
+    that the wait would exceed its limit within the full length: the target was full then, so that is its capacity.
     """
 
     def __init__(self, limits: LatencyLimits, rate: float, full_samples: int, full_seconds: float) -> None:
@@ -73,7 +73,7 @@ class SaturationWatch:
         """Samples per second that were served while others waited, when that was last seen."""
 
     def add_samples(self, rows: Sequence[SampleRow]) -> None:
-        """Takes samples that have ended; failed ones count as over both limits."""
+        """Takes samples that have ended; those that failed or are empty have endless times."""
         for row in rows:
             if row.first_token_seconds is None or row.last_token_seconds is None:
                 self._rows.append((row.scheduled_seconds, math.inf, math.inf, math.inf, 0.0))
@@ -92,14 +92,18 @@ class SaturationWatch:
         ended = self._ended()
         all_due, all_first = np.append(ended[:, 0], due), np.append(ended[:, 1], first)
         ttft = np.where(np.isnan(all_first), now, all_first) - all_due
+        tpot = ended[:, 2]
+        failed = int(np.isinf(tpot).sum())  # a failure is no latency, though it makes a rate as invalid
         over = {
-            "TTFT": int((ttft > self._limits.ttft_seconds).sum()),
-            "TPOT": int((ended[:, 2] > self._limits.tpot_seconds).sum()),
+            "TTFT": int((np.isfinite(ttft) & (ttft > self._limits.ttft_seconds)).sum()),
+            "TPOT": int((np.isfinite(tpot) & (tpot > self._limits.tpot_seconds)).sum()),
         }
         for name, count in over.items():
             if count > self._most_over:
                 fields = {"samples": count, "metric": name, "at_seconds": now, "allowed": self._most_over}
                 return Saturation(reason("OVER_LIMIT", **fields), surely=True)
+        if failed and failed + max(over.values()) > self._most_over:
+            return Saturation(reason("FAILED_SAMPLES", failed=failed, samples=len(all_due)), surely=True)
         return self._falls_short(now, ended, all_due, all_first)
 
     def result(self) -> ProbeResult:
