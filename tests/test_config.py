@@ -254,6 +254,7 @@ def test_sampling_flags_become_the_engines_sampling() -> None:
 
 
 def test_letters_that_changed_places_count_for_more_than_a_missing_one() -> None:
+    assert nearest("gb300", ["B300", "GB300", "GB200"]) == "GB300"
     assert nearest("modle", ["mode", "model", "out"]) == "model"
     assert nearest("mod", ["mode", "model", "out"]) == "mode"
     assert nearest("xyzzy", ["mode", "model", "out"]) is None

@@ -94,8 +94,11 @@ def natural(text: str) -> list[tuple[int, int | str]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What ``name`` was probably meant to be; letters that only changed places count for more than a missing one."""
-    close = difflib.get_close_matches(name, list(known), cutoff=0.5)
+    """What ``name`` was probably meant to be: with other capitals, or its letters in another order, or the most alike."""
+    names = list(known)
+    if other_capitals := [one for one in names if one.casefold() == name.casefold()]:
+        return other_capitals[0]
+    close = difflib.get_close_matches(name, names, cutoff=0.5)
     return max(close, key=lambda one: sorted(one) == sorted(name), default=None)
 
 
