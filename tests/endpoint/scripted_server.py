@@ -112,7 +112,7 @@ class Server:
     async def answer(self, prompt: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         word = prompt.split()[0]
         self.asked[prompt] += 1
-        if word == "hang":
+        if word == "hang" or (word == "stops" and self.asked[prompt] > 4):
             await asyncio.sleep(60)
         elif word == "error":
             reply(writer, {"error": {"message": "the engine has failed"}}, 500)

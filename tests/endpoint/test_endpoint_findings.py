@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,25 @@ def test_a_search_for_the_rate_of_a_server_that_fails_a_part_names_the_failure(
     assert first.startswith("80 samples/s too high: ") and f" x {failure}" in first
     for wrong in ("--min-duration", "over the TTFT", "the client"):
         assert wrong not in out + err.split("probe at", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("load", "exit_code", "said"),
+    [
+        (("--warm-up", 1), 2, " of the warm-up had no answer, and the server sent nothing in its last "),
+        (("--warm-up", 0, "--rate", 80), 3, r"of full length: at [0-9.]+ samples/s, none of \d+ samples had an answer"),
+    ],
+)
+def test_a_search_for_the_rate_of_a_server_that_stops_answering_says_so(
+    load: tuple[object, ...], exit_code: int, said: str, server: Server, tmp_path: Path
+) -> None:
+    """It stops in the warm-up, or in the first probe."""
+    lines = write_lines(tmp_path / "prompts.jsonl", {"prompt": "stops", "max_tokens": 4})
+    common = ("--scenario", "server", "--find-rate", "--min-duration", 8, "--ttft-limit", 0.5, "--tpot-limit", 0.5)
+    command = ("run", "--endpoint", server.url, "--prompts", lines, *common, *load, "--out", tmp_path / "runs")
+    code, out, err = call_here(*command)
+    assert code == exit_code and re.search(said, out + err), out + err
+    assert "--min-duration" not in out + err
 
 
 def test_a_server_that_fails_before_the_first_stage_is_over_is_named(server: Server, tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def find_rate(session: TestSession, first_rate: float) -> Path:
     assert limits is not None
     settings = plan_test(config, len(session.data_set.requests), first_rate)
     if (why := too_few(first_rate, *full_length(settings))) is not None:
+        if session.silences and config.rate is None:  # a longer run would not show it
+            why = f"{'; '.join(session.silences)}, so its rate is not known; check the server, or give --rate"
         raise UsageError(why)
     with StopSignals() as stop:
         folder = session.create_folder(config, settings, config.out, stop=stop)

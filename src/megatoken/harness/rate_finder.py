@@ -62,6 +62,15 @@ class Outcome:
         doubted = bool(self.broken) and self.saturation is None and set(self.broken) <= OF_MEASUREMENT
         return doubted or not OF_CLIENT.isdisjoint(self.broken)
 
+    @property
+    def failed_how(self) -> str | None:
+        """How samples failed, or that none had an answer; None where latencies or the client made it invalid."""
+        if self.failed:
+            return self.failure
+        if self.saturation is not None and "unanswered" in self.saturation.reason and not self.by_client:
+            return self.saturation.reason["message"]
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Goal:
@@ -104,7 +113,7 @@ class RateFinder:
         self._life_seconds = 0.0
         self._shortest_probe_seconds = SHORTEST_PROBE_SECONDS
         self._why_ended: str | None = None
-        self._failure: str | None = None  # how samples of the last try failed, where that made it invalid
+        self._failure: str | None = None  # ``failed_how`` of the last try, with its rate
         self.probes: list[dict[str, Any]] = []  # the outcome of each try, ready for ``result.json``
 
     @property
@@ -140,7 +149,7 @@ class RateFinder:
         """Probes and confirms; returns the name of the run at full length of the rate found, or None.
 
         It ends where no lower rate can show a p99, and where every sample of a try failed: a server that serves nothing
-        fails at every other rate too. Where samples failed to the end, more of them would not help, and that is why.
+        fails at every other rate too. If samples failed, or none had an answer, at the last rate, that is why it ended.
         """
         confirmed = None
         while (tried := self._search.next()) is not None:
@@ -183,11 +192,11 @@ class RateFinder:
         return max(self._shortest_probe_seconds, PROBE_SAMPLES / rate, LIVES_OF_A_PROBE * self._life_seconds)
 
     def _judge(self, tried: Try, probe: Probe, outcome: Outcome) -> None:
-        self._failure = None
+        how = outcome.failed_how
+        self._failure = None if how is None else f"at {precise(tried.rate)} samples/s, {how}"
         if outcome.failed:
             others = () if outcome.saturation else (code for code in outcome.broken if code != "FAILED_SAMPLES")
-            valid, why = False, "; ".join((str(outcome.failure), *others))
-            self._failure = f"at {precise(tried.rate)} samples/s, {outcome.failure}"
+            valid, why = False, "; ".join((str(how), *others))
         elif outcome.saturation is not None:
             valid, why = False, "; ".join((outcome.saturation.reason["message"], *outcome.broken))
         elif outcome.broken:

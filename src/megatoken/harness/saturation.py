@@ -101,6 +101,8 @@ class SaturationWatch:
         for name, count in over.items():
             if count > self._most_over:
                 fields = {"samples": count, "metric": name, "at_seconds": now, "allowed": self._most_over}
+                if not np.isfinite(all_first).any():
+                    fields["unanswered"] = len(all_due)
                 return Saturation(reason("OVER_LIMIT", **fields), surely=True)
         if failed and failed + max(over.values()) > self._most_over:
             return Saturation(reason("FAILED_SAMPLES", failed=failed, samples=len(all_due)), surely=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,6 +63,7 @@ class TestSession:
     client: ClientCapacity | None  # what the client can send without a model, if the scenario has latency limits
     gate: Gate | None  # what the answers are compared with before there is a verdict, if anything
     power_meter: PowerMeter | None  # reads the power of the whole system, if the user has a meter
+    silences: tuple[str, ...] = ()  # what the warm-up showed of a server that stopped answering
 
     @classmethod
     def start(
@@ -85,7 +86,8 @@ class TestSession:
         if config.text and tokenizer is not None:
             progress.stage("making the text of every prompt")
             text = TextStages(tokenizer, data_set)
-        rate = _warm_up(config, data_set, target, progress)
+        silences: list[str] = []
+        rate = _warm_up(config, data_set, target, progress, silences.append)
         offered = config.rate or OFFERED_SHARES.get(config.scenario, 1.0) * rate
         settings = plan_test(config, len(data_set.requests), offered)
         client = None
@@ -94,7 +96,8 @@ class TestSession:
             client = measure_client_capacity(settings, data_set)
         facts = {**facts, "estimated_samples_per_second": rate}
         meter = PowerMeter(config.power_meter) if config.power_meter is not None else None
-        return cls(config, data_set, target, facts, progress, text, client, gate, meter), settings, offered
+        session = cls(config, data_set, target, facts, progress, text, client, gate, meter, tuple(silences))
+        return session, settings, offered
 
     def create_folder(
         self,
@@ -218,7 +221,9 @@ def says_interrupted(folder: RunFolder) -> str:
     return f"{folder.path} says INTERRUPTED and keeps what was done"
 
 
-def _warm_up(config: RunConfig, data_set: Dataset, target: Target, progress: Progress) -> float:
+def _warm_up(
+    config: RunConfig, data_set: Dataset, target: Target, progress: Progress, note: Callable[[str], None]
+) -> float:
     """Samples per second expected of the target: when it is full, or in SingleStream one after the other."""
     load = own_load(config, len(data_set.requests))
     if config.scenario == "singlestream":
@@ -227,7 +232,7 @@ def _warm_up(config: RunConfig, data_set: Dataset, target: Target, progress: Pro
     learning = learning_seconds(config, len(data_set.requests))
     at_least = "at least " if learning and not data_set.fills_limit.all() else ""
     progress.stage(f"warming up for {at_least}{config.warm_up_seconds:g} s")
-    return estimate_rate(target, data_set, config.warm_up_seconds, learning, load)
+    return estimate_rate(target, data_set, config.warm_up_seconds, learning, load, note)
 
 
 class _Watched:

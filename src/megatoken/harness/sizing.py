@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megatoken.datasets.requests import Dataset
 from megatoken.targets import RemoteTarget, Target
+from megatoken.text import count_of
 
 WARM_UP_QUEUE = 16
 POLL_SECONDS = 0.1
@@ -20,6 +21,7 @@ REFITS = 20
 SAME_FIT = 1e-6  # of the time: among fits so close to the best one, the one with the fewest prices wins
 LEAST_EXPLAINED = 0.01  # of the time: waits for a compiler or another process are never that much longer than the rest
 KNOWN_SHARE = 0.8  # answers are known well enough when the running ones can add at most a quarter
+SILENT_SHARE = 0.5  # of the warm-up without any token, from which a server is silent and not slow
 DEVIATIONS = 2.0  # standard errors of the mean: the estimate is too long in 1 of 40 runs
 
 
@@ -35,17 +37,22 @@ UNLIMITED = OwnLoad()
 
 
 def estimate_rate(
-    target: Target, data_set: Dataset, seconds: float, learning_seconds: float, own_load: OwnLoad = UNLIMITED
+    target: Target,
+    data_set: Dataset,
+    seconds: float,
+    learning_seconds: float,
+    own_load: OwnLoad = UNLIMITED,
+    note: Callable[[str], None] = lambda _: None,
 ) -> float:
     """Runs samples of the data set for about ``seconds``, drops them, and returns the expected samples per second.
 
     If answers may end before their limit, it runs for at most ``learning_seconds`` more to learn how long they are.
     Answers that are still unknown then count as short: an Offline query cannot grow, so too many samples are better
-    than too few.
+    than too few. ``note`` is called with a sentence about a server that fell silent.
     """
     warm_up = _WarmUp(target, data_set)
     if not target.replicas() or isinstance(target, RemoteTarget):
-        rate = warm_up.rate(seconds, learning_seconds, own_load)
+        rate = warm_up.rate(seconds, learning_seconds, own_load, note)
         target.cancel_all()
         return rate
     prices = warm_up.prices(seconds)
@@ -137,6 +144,7 @@ class _WarmUp:
         self._rows: dict[int, int] = {}
         self._answered: dict[int, int] = {}  # tokens
         self._ended: set[int] = set()
+        self._last_event = -math.inf  # when it came
 
     def prices(self, seconds: float) -> NDArray[np.float64]:
         """Runs for about ``seconds`` and fits the prices.
@@ -169,7 +177,7 @@ class _WarmUp:
             work_seconds = [passed * done.rows / rows for done in work]
         return _fit(np.asarray(work, np.float64), np.asarray(work_seconds))
 
-    def rate(self, seconds: float, learning_seconds: float, own_load: OwnLoad) -> float:
+    def rate(self, seconds: float, learning_seconds: float, own_load: OwnLoad, note: Callable[[str], None]) -> float:
         """Samples per second of a target that shows nothing of its replicas, kept full for about ``seconds``.
 
         A target is full at ``own_load``. Samples still running count by the share of their limit that has been
@@ -195,7 +203,14 @@ class _WarmUp:
             1.0 if sample in self._ended else self._answered.get(sample, 0) / int(limits[row])
             for sample, row in self._rows.items()
         )
-        return max(done, 1.0) / (time.monotonic() - began)
+        ended = time.monotonic()
+        silent_seconds, unanswered = ended - max(began, self._last_event), len(self._rows) - len(self._answered)
+        if unanswered and silent_seconds > SILENT_SHARE * (ended - began):
+            note(
+                f"{unanswered} of {count_of(len(self._rows), 'request')} of the warm-up had no answer, and the server "
+                f"sent nothing in its last {silent_seconds:.1f} s"
+            )
+        return max(done, 1.0) / (ended - began)
 
     def answer_tokens(self, learning_seconds: float) -> float:
         """Mean answer length of the data set's rows; if answers may end early, a low estimate.
@@ -253,6 +268,8 @@ class _WarmUp:
         """Polls once; returns the work done."""
         before = self._target.state()
         events = self._target.poll(longest_seconds)
+        if events:
+            self._last_event = time.monotonic()
         going_on = [event.sample_id for event in events if event.sample_id in self._answered]
         read = sum(self._answered[one] + int(self._data_set.input_tokens[self._rows[one]]) for one in going_on)
         for event in events:
