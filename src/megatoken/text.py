@@ -94,7 +94,7 @@ def natural(text: str) -> list[tuple[int, int | str]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What ``name`` was probably meant to be: with other capitals, or its letters in another order, or the most alike."""
+    """What ``name`` was probably meant to be: with other capitals, its letters in another order, or the most alike."""
     names = list(known)
     if other_capitals := [one for one in names if one.casefold() == name.casefold()]:
         return other_capitals[0]
