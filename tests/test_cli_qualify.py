@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -158,8 +159,10 @@ def test_ctrl_c_while_the_tests_are_loaded_prints_one_line(tmp_path: Path) -> No
 
 def _loads(pid: int) -> bool:
     """Whether the server that loads PyTorch for the tests has been started."""
-    children = psutil.Process(pid).children()
-    return any("forkserver" in word for child in children for word in child.cmdline())
+    with suppress(psutil.Error):  # a child that ends meanwhile
+        children = psutil.Process(pid).children()
+        return any("forkserver" in word for child in children for word in child.cmdline())
+    return False
 
 
 def test_ctrl_c_keeps_the_tests_that_ended(tmp_path: Path) -> None:
