@@ -72,7 +72,7 @@ def diagnosis(path: Path) -> dict[str, Any]:
 def _contention(run: Run) -> Iterator[Finding]:
     code, result, series = "contention", run.result, run.series
     waited = result.get("core_wait_share")
-    remote = "rack_nodes" in result or mapping(result.get("target")).get("kind") == "endpoint" or "client" in result
+    remote = "rack_nodes" in result or mapping(result.get("target")).get("kind") == "endpoint"
     found = False
     if is_number(waited) and waited > CORE_WAIT_SHARE:
         found = True

@@ -21,7 +21,7 @@ from megatoken.analysis.published import accelerator_table
 from megatoken.audit.evidence import Evidence, Where
 from megatoken.claims.facts import POWER, Facts, FormulaError, NoResultError, UnknownFactError, Value, gather
 from megatoken.claims.formula import Lookups, claims_named, computes, evaluate, recomputed_text, unit_of
-from megatoken.claims.ratio import Objection, judge_ratio
+from megatoken.claims.ratio import ESTIMATE, NAMEPLATE, PROJECTION, Objection, judge_ratio
 from megatoken.claims.schema import BASIS_OF, Answered, Claim, ClaimsFile
 from megatoken.claims.units import PLAIN, Unit, UnitsError, convert, named, parse, unchecked
 from megatoken.errors import UsageError
@@ -39,7 +39,7 @@ DEFAULT_FORMULAS = {
     "gpu": "sum(tokens_per_second) / accelerators",
 }
 MOST_PLACES = 20
-PRESENTED = {"nameplate sold as measured", "projection sold as measurement", "estimate sold as measurement"}
+PRESENTED = {NAMEPLATE, PROJECTION, ESTIMATE}
 """Errors of which the value itself is right."""
 UNCHECKED = "unit not checked: numbers in the formula have none; give them as inputs with units"
 OWN_NUMBERS = "computed only from numbers of the claims file, without artefacts or published results"
@@ -225,11 +225,11 @@ def _inherit(lookups: Lookups, used: Sequence[ClaimAnswer]) -> None:
         name = f"claim {one.claim.id}"
         if set(one.errors) - PRESENTED or one.answer == "cannot be determined":
             raise UnknownFactError(f"{name}, which {one.answer}", f"a value for {name} that holds")
-        if one.claim.presented_as == "nameplate" or "nameplate sold as measured" in one.errors:
+        if one.claim.presented_as == "nameplate" or NAMEPLATE in one.errors:
             lookups.nameplate.setdefault(f"{name} is nameplate")
-        if one.claim.presented_as == "estimate" or "estimate sold as measurement" in one.errors:
+        if one.claim.presented_as == "estimate" or ESTIMATE in one.errors:
             lookups.estimates.append(f"{name} is an estimate")
-        if "projection sold as measurement" in one.errors:
+        if PROJECTION in one.errors:
             lookups.projections.append(f"{name} is a projection")
 
 
@@ -275,11 +275,11 @@ def _presentation(claim: Claim, lookups: Lookups) -> Iterator[Objection]:
     if claim.presented_as == "measurement":
         if lookups.nameplate:
             names = "; ".join(lookups.nameplate)
-            yield "nameplate sold as measured", f"uses nameplate power, not measured power: {names}"
+            yield NAMEPLATE, f"uses nameplate power, not measured power: {names}"
         if lookups.projections:
-            yield "projection sold as measurement", "; ".join(lookups.projections)
+            yield PROJECTION, "; ".join(lookups.projections)
         if lookups.estimates:
-            yield "estimate sold as measurement", "; ".join(lookups.estimates)
+            yield ESTIMATE, "; ".join(lookups.estimates)
     yield from _forecast(claim)
     if claim.counts_users and not lookups.uses_time:
         why = "a rate does not give the number of users at one time without the time of each (Little's law)"

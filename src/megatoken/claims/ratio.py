@@ -25,6 +25,9 @@ ARTEFACTS = "the artefacts"
 
 
 Objection = tuple[str, str]  # the kind of error, empty if it is none; and the reason
+NAMEPLATE = "nameplate sold as measured"
+PROJECTION = "projection sold as measurement"
+ESTIMATE = "estimate sold as measurement"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,9 @@ def judge_ratio(claim: Claim, facts: Facts) -> JudgedRatio:
         objections.append(("like for like", "not like for like: " + _listed([*sizes, *subjects])))
     estimates = [entry.name for entry in (of, to) if entry.state == "estimate"]
     if estimates and claim.presented_as == "measurement":
-        objections.append(("estimate sold as measurement", f"an estimate: {', '.join(estimates)}"))
+        objections.append((ESTIMATE, f"an estimate: {', '.join(estimates)}"))
     if claim.presented_as == "measurement" and any(one.field == "rack" for one in unlike):
-        objections.append(("projection sold as measurement", "compares a measured rack with a projection"))
+        objections.append((PROJECTION, "compares a measured rack with a projection"))
     mine, theirs = of.rate("per_gpu"), to.rate("per_gpu")
     value, right_basis = stated, basis
     if sizes and mine and theirs:

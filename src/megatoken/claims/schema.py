@@ -16,8 +16,8 @@ from megatoken.yaml_files import Strict, read_strict, refuse_repeated_ids
 BASIS_OF = {"gpu": "per_gpu", "node": "per_node", "rack": "per_rack"}  # by scope
 USERS = re.compile(r"user|session|agent|conversation|people|person|chat|customer|employee|visitor", re.I)
 PER_TIME = re.compile(r"/|\b(per|an?) (second|minute|hour|day|month|year)\b")
-PER_PART = re.compile(r"(?:/|\bper )\s*(gpu|accelerator|node|vm|rack)s?\b", re.I)
-PARTS = {"gpu": "gpu", "accelerator": "gpu", "node": "node", "rack": "rack"}
+SCOPE_OF = {"gpu": "gpu", "accelerator": "gpu", "node": "node", "rack": "rack"}  # by what a unit is per
+PER_PART = re.compile(rf"(?:/|\bper )\s*({'|'.join(SCOPE_OF)})s?\b", re.I)
 
 Basis = Literal["total", "per_gpu", "per_node", "per_rack"]
 Scope = Literal["gpu", "node", "rack"]
@@ -115,7 +115,7 @@ class Claim(Strict):
                 f"rounded_to {self.rounded_to:g} is more than the value {self.value:g}, so any number would agree; "
                 "give the step of its last certain digit"
             )
-        if self.scope and (of := PER_PART.search(self.unit)) and PARTS.get(of[1].lower(), self.scope) != self.scope:
+        if self.scope and (of := PER_PART.search(self.unit)) and SCOPE_OF[of[1].lower()] != self.scope:
             raise ValueError(f"unit {self.unit} is of a {of[1]}, and scope is {self.scope}; correct one of them")
         if self.formula is not None and self.ratio is not None:
             raise ValueError("has formula and ratio; give one of them")
