@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from contextlib import ExitStack
+from pathlib import Path
 
 from endpoint_support import answered, connected, prompts
 from scripted_server import scripted_server
@@ -18,7 +18,9 @@ def test_a_client_process_opens_more_connections_than_its_soft_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         server = stack.enter_context(scripted_server())
-        few = max(map(int, os.listdir("/proc/self/fd"))) + FEW  # the process of the tests has some of its own
+        few = (
+            max(int(one.name) for one in Path("/proc/self/fd").iterdir()) + FEW
+        )  # the process of the tests has some of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
         try:
             target = stack.enter_context(connected(server.url))  # starts the process
