@@ -42,18 +42,12 @@ def qualify(
     json_only: Json = False,
 ) -> int:
     """Test whether this machine is healthy. Compares it with bounds, published values and an earlier qualification."""
-    from megatoken.analysis.qualify_comparison import compare_with, table_of
     from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, choose, device_here
     from megatoken.hardware.qualify.parts import gpus_here, qualify_gpus
+    from megatoken.hardware.qualify.processes import start_server
     from megatoken.hardware.qualify.references import read_document
     from megatoken.hardware.qualify.session import exit_code
     from megatoken.hardware.qualify.session import qualify as run
-    from megatoken.rack.qualify import qualify_rack
-    from megatoken.report import check_place, write_document
-    from megatoken.report.console import show
-    from megatoken.report.documents import checked
-    from megatoken.report.earlier import Earlier, set_aside
-    from megatoken.report.views import document_view
 
     if of is not None and compare is None:
         raise UsageError("--of: needs --compare; give azure, or a CSV table")
@@ -76,6 +70,16 @@ def qualify(
         )
     if quick and full:
         raise UsageError("--quick and --full: give one of them")
+    if of is None and rack is None:
+        start_server()  # it loads PyTorch while this process loads what judges and reports
+    from megatoken.analysis.qualify_comparison import compare_with, table_of
+    from megatoken.rack.qualify import qualify_rack
+    from megatoken.report import check_place, write_document
+    from megatoken.report.console import show
+    from megatoken.report.documents import checked
+    from megatoken.report.earlier import Earlier, set_aside
+    from megatoken.report.views import document_view
+
     device = device_here()
     names = [name.strip() for name in tests.split(",")] if tests is not None else []
     chosen = choose(TESTS[device], names, full=full)

@@ -31,7 +31,8 @@ from megatoken.text import count_of
 
 MOST_BYTES = 2**29
 BOTH_WAYS_FACTOR = 4
-"""The two directions share the link differently for tenths of a second: windows so many times as long average that."""
+"""The two directions share the link differently for tenths of a second: windows so many times as long average that,
+where the rate is judged."""
 SHARED_MEMORY = "recorded only: on a virtual machine this rate follows the host: 81 to 102 GB/s were seen"
 TRANSFERS_PER_LANE = {3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 """Gigatransfers/s of a PCIe lane by generation."""
@@ -55,7 +56,9 @@ def copies(setting: Setting) -> Outcomes:
     wrong = different_elements(on_gpu.view(torch.int32), back.view(torch.int32))
 
     out_stream, in_stream = (torch.cuda.Stream(DEVICE) for _ in range(2))  # type: ignore[no-untyped-call]
-    calls = max(1, round(BOTH_WAYS_FACTOR * setting.seconds / setting.windows / max(seconds[0], 1e-6)))
+    virtual = bool(cpu()["virtual"])
+    factor = 1 if virtual else BOTH_WAYS_FACTOR
+    calls = max(1, round(factor * setting.seconds / setting.windows / max(seconds[0], 1e-6)))
     gpu, windows, missing = _gpu(), [], None
     for _ in range(setting.windows):
         torch.cuda.synchronize()
@@ -70,7 +73,7 @@ def copies(setting: Setting) -> Outcomes:
         windows.append(2 * size * calls / (time.perf_counter() - began) / 1e9)
     both = bound and Bound(2 * bound.value, f"both directions of {bound.formula}")
     speed = Value("copy_both_ways", "Copies in both directions at once", "GB/s", windows, bound=both)
-    yield replace(speed, better="", note=SHARED_MEMORY) if cpu()["virtual"] else speed
+    yield replace(speed, better="", note=SHARED_MEMORY) if virtual else speed
     if missing is not None:
         yield Value("generations_missing", "PCIe generations that copies do not use", "generations", [missing], "rare")
     for copied in (back, host_back.to(DEVICE)):

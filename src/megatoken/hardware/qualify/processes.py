@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection
 
 from megatoken.errors import CapacityError, MegatokenError
@@ -51,6 +51,18 @@ class Ended:
     fault: str | None
 
 
+def start_server() -> None:
+    """Start the process that others are forked from, unless it runs: it loads PyTorch while the caller goes on."""
+    get_context("forkserver").set_forkserver_preload(PRELOADED)
+    # Ctrl-C also reaches the server, which would print a traceback while it loads PyTorch: it inherits the block.
+    resource_tracker.ensure_running()  # its start would end the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float, gpu: str | None = None) -> Ended:
     """Call a test's function in a process of its own and end it after the limit.
 
@@ -58,17 +70,11 @@ def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float, gpu: s
 
     A test that was slow because it waited for cores is not at fault: it did not run.
     """
+    start_server()
     context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(test, setting, limit_seconds, theirs, gpu), daemon=True)
-    # Ctrl-C also reaches the server, which would print a traceback while it loads PyTorch: it inherits the block.
-    resource_tracker.ensure_running()  # its start would end the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    process.start()
     began = time.monotonic()  # the first start waits until the server has loaded PyTorch
     starved = CoreWait(process.pid)
     theirs.close()
