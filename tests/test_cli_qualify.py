@@ -113,7 +113,8 @@ def test_a_baseline_without_a_value_of_the_tests_is_named(tmp_path: Path) -> Non
     call_here("qualify", "--tests", "facts", "--out", file)
     earlier = json.loads(file.read_text())
     (value, *_) = earlier["tests"][0]["values"]
-    earlier["tests"][0]["values"] = [value | {"name": "other", "median": 1.0, "spread": 0.0, "windows": [1.0]}]
+    other = {"name": "other", "median": 1.0, "spread": 0.0, "drift": 0.0, "windows": [1.0]}
+    earlier["tests"][0]["values"] = [value | other]
     file.write_text(json.dumps(earlier))
     code, out, _ = call_here("qualify", "--tests", "facts", "--baseline", file, "--out", tmp_path / "qualify.json")
     assert code == 0

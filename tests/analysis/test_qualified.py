@@ -17,7 +17,7 @@ from megatoken.engine.gpus import find_gpu
 from megatoken.engine.measured_costs import ModelWork, ProcessorCosts, ProcessorRates
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import UsageError
-from megatoken.hardware.qualify.references import check_document
+from megatoken.hardware.qualify.document import check_document
 from megatoken.planning.rack_simulation import Rack
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -206,6 +206,7 @@ def test_a_plan_says_what_is_wrong_with_the_values_that_it_uses(tmp_path: Path) 
 
 
 VALUE = {"name": "rms_norm", "title": "RMS norm", "unit": "GB/s", "better": "higher", "spread": 0.0, "verdict": "PASS"}
+VALUE |= {"drift": 0.0, "noisy": False, "band": {"lowest": 1.0, "highest": 3.0, "sources": []}}
 TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
 
 
@@ -229,6 +230,20 @@ TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
         ({"test": {"verdict": None}}, "tests[0]: verdict is None, but its values give PASS"),
         ({"value": {"median": 3.0}}, "tests[0]: values[0]: median is 3.0, but that of its windows is 2.0"),
         ({"value": {"windows": []}}, "tests[0]: values[0]: median is 2.0, but that of its windows is None"),
+        ({"value": {"spread": 0.01}}, "tests[0]: values[0]: spread is 0.01, but that of its windows is 0.0"),
+        ({"value": {"drift": 0.01}}, "tests[0]: values[0]: drift is 0.01, but that of its windows is 0.0"),
+        ({"value": {"core_wait_share": 0.4}}, "noisy is False, but its windows or its waits for cores are"),
+        ({"value": {"band": None}}, "verdict is PASS, but it has neither a band nor a baseline"),
+        ({"value": {"band": {"lowest": 2.1, "highest": 3.0}}}, "PASS, but 2.0 is behind 2.10, which its band allows"),
+        ({"value": {"baseline": 3.0, "tolerance": 0.05}}, "PASS, but 2.0 is behind 2.85, which its b"),
+        (
+            {"value": {"verdict": "MARGINAL", "baseline": 3.0, "tolerance": 0.05}},
+            "MARGINAL, but 2.0 is far behind 2.85, which its baseline allows",
+        ),
+        (
+            {"value": {"bound": {"value": 1.9, "formula": "data sheet", "certain": True}}},
+            "verdict is PASS, but 2.0 is 105% of its bound, which is a FAIL",
+        ),
         ({"value": {"better": "zero"}}, "tests[0]: values[0]: verdict is PASS, but windows counts 2.0 where any error"),
         (
             {"tests": [TEST | {"verdict": "NOT RUN", "values": []}] * 2},

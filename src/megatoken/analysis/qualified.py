@@ -17,8 +17,8 @@ from megatoken.engine.schemes import LinearScheme, scheme_of
 from megatoken.engine.simulated import CONTEXT_BYTES
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import mapping
+from megatoken.hardware.qualify.document import read_document
 from megatoken.hardware.qualify.judge import MOST_NAMED, Verdict, waited
-from megatoken.hardware.qualify.references import read_document
 from megatoken.hardware.qualify.shapes import (
     CPU_LOAD,
     CPU_TOKENS,

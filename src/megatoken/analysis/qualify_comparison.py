@@ -18,7 +18,7 @@ from megatoken.analysis.qualified import Machine, machine_of, measured_values, p
 from megatoken.engine.config import SHAPES, EngineConfig
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import cause
-from megatoken.hardware.qualify.references import CORE_CLOCK
+from megatoken.hardware.qualify.document import CORE_CLOCK
 from megatoken.text import is_number
 
 AZURE = "azure"

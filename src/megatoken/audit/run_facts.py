@@ -28,7 +28,7 @@ from megatoken.engine.memory import plan_memory_of
 from megatoken.engine.schemes import SCHEMES
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.files import mapping, read_json_object
-from megatoken.hardware.qualify.references import check_document
+from megatoken.hardware.qualify.document import check_document
 from megatoken.harness.loadgen_plan import library_to_data_set
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.run_figures import completion_seconds, in_seconds, samples_answers, whole

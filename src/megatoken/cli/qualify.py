@@ -43,9 +43,9 @@ def qualify(
 ) -> int:
     """Test whether this machine is healthy. Compares it with bounds, published values and an earlier qualification."""
     from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, choose, device_here
+    from megatoken.hardware.qualify.document import read_document
     from megatoken.hardware.qualify.parts import gpus_here, qualify_gpus
     from megatoken.hardware.qualify.processes import start_server
-    from megatoken.hardware.qualify.references import read_document
     from megatoken.hardware.qualify.session import exit_code
     from megatoken.hardware.qualify.session import qualify as run
 

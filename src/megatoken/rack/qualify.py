@@ -10,10 +10,10 @@ from typing import Any
 
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, SETTINGS, TESTS, HardwareTest, choose, device_here
+from megatoken.hardware.qualify.document import MARK
 from megatoken.hardware.qualify.fleet import Pair, isolate
 from megatoken.hardware.qualify.parts import gpus_here, joined, qualify_gpus
 from megatoken.hardware.qualify.processes import Ended, Returned
-from megatoken.hardware.qualify.references import MARK
 from megatoken.hardware.qualify.session import entry_of_test, qualify
 from megatoken.hardware.qualify.values import NotRun
 from megatoken.rack.cluster import Cluster

@@ -11,8 +11,8 @@ from typing import Any
 
 from megatoken.errors import UsageError
 from megatoken.files import deeper_than, plain
-from megatoken.hardware.qualify.references import KIND as QUALIFY
-from megatoken.hardware.qualify.references import check_document
+from megatoken.hardware.qualify.document import KIND as QUALIFY
+from megatoken.hardware.qualify.document import check_document
 from megatoken.report.words import clean
 from megatoken.text import is_number
 

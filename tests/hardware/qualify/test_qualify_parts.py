@@ -15,10 +15,10 @@ import pytest
 from megatoken.errors import CapacityError, MegatokenError, UsageError
 from megatoken.hardware.qualify import collectives, rank_process
 from megatoken.hardware.qualify.catalog import HardwareTest
+from megatoken.hardware.qualify.document import check_document
 from megatoken.hardware.qualify.judge import Verdict
 from megatoken.hardware.qualify.parts import gpus_here, joined, qualify_gpus
 from megatoken.hardware.qualify.rank_process import bus_share
-from megatoken.hardware.qualify.references import check_document
 from megatoken.hardware.qualify.values import NotRun, Setting, Value
 
 TESTS = (
@@ -60,6 +60,7 @@ def part_with(
     """The document of a part that measured one rate."""
     value = {"name": "rate", "title": "Rate", "unit": "GB/s", "better": better, "median": statistics.median(windows)}
     value |= {"verdict": "PASS", "windows": list(windows), "noisy": False, "reason": ""}
+    value |= {"band": {"lowest": 0.0, "highest": 1e9, "sources": []}}
     value |= {"core_wait_share": None, "taken_share": 0.0} | more
     test = {"name": "t", "title": "T", "verdict": "PASS", "fault": None, "seconds": 1.0, "values": [value]}
     packages = {"nvidia-cublas-cu12": cublas, "nvidia-nccl-cu12": "2.27"} if cublas else {}

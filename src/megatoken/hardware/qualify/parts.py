@@ -12,10 +12,10 @@ from typing import Any
 
 from megatoken.hardware.nvml import all_gpus, open_nvml
 from megatoken.hardware.qualify.catalog import Device, HardwareTest, visible_names
+from megatoken.hardware.qualify.document import MARK, SPREAD
 from megatoken.hardware.qualify.fleet import FEWEST, different_parts, graded_parts
 from megatoken.hardware.qualify.judge import Judged, Verdict, answer, far_behind, overall, verdict_of_test, worst
 from megatoken.hardware.qualify.processes import Ended, Returned
-from megatoken.hardware.qualify.references import MARK, SPREAD
 from megatoken.hardware.qualify.session import entry_of_test, qualify
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 from megatoken.text import number

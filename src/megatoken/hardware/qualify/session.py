@@ -14,6 +14,7 @@ from megatoken.errors import ExitCode
 from megatoken.files import new_document
 from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.qualify.catalog import FULL_LIMIT_FACTOR, Device, HardwareTest, visible_names
+from megatoken.hardware.qualify.document import KIND, SCHEMA_VERSION
 from megatoken.hardware.qualify.gpu_errors import ErrorWatch
 from megatoken.hardware.qualify.judge import (
     Earlier,
@@ -29,8 +30,6 @@ from megatoken.hardware.qualify.judge import (
 from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
 from megatoken.hardware.qualify.references import (
     CORE_SHARE,
-    KIND,
-    SCHEMA_VERSION,
     band,
     read_baseline,
     taken_share,
