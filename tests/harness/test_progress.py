@@ -49,6 +49,21 @@ def test_quiet_says_nothing_off_a_terminal(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_line_says_for_how_long_no_request_was_answered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_PERIOD_SECONDS", 0.0)
+    live = Progress()
+    for silent_seconds in (2.9, 65.0):
+        live.waiting("warming up for 5 s", 16, silent_seconds)
+        live.running(70.0, math.inf, 0.0, 0.0, STATE, silent_seconds)
+    assert capsys.readouterr().err.splitlines() == [
+        "1 min 10 s, ? left  0 %  0 tokens/s  1,234 in flight  2,000 of 2,008 pages",
+        "warming up for 5 s: no answer for 1 min 5 s  16 in flight",
+        "1 min 10 s, ? left  0 %  no answer for 1 min 5 s  1,234 in flight  2,000 of 2,008 pages",
+    ]
+
+
 def test_what_stderr_cannot_take_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
         monkeypatch.setattr("sys.stderr", io.TextIOWrapper(full, write_through=True))

@@ -133,6 +133,7 @@ class Measurement:
         self._work = ExpectedWork()
         self._input_tokens = self._output_tokens = 0
         self._noted_output_tokens = 0
+        self._answered_ns = 0  # when a token or an error came last, or the first request after a time without any
         self.failed = 0  # samples that ended with an error
         if self._remote is not None:
             self._remote.begin()
@@ -192,7 +193,10 @@ class Measurement:
         began_ns = time.monotonic_ns()
         longest = OFFLINE_POLL_SECONDS if self._offline else PROMPT_POLL_SECONDS
         events = self._target.poll(self._test.patience_seconds(longest))
-        self._spent.target += time.monotonic_ns() - began_ns
+        polled_ns = time.monotonic_ns()
+        self._spent.target += polled_ns - began_ns
+        if events:
+            self._answered_ns = polled_ns
         ended += [row for event in events if (row := self._take(event)) is not None]
         self._test.flush()
         if ended:
@@ -252,6 +256,8 @@ class Measurement:
         # The tokens of unfinished answers of a lost replica are subtracted, because those answers start over.
         rate = max(0, output_tokens - self._noted_output_tokens) / since_seconds
         self._noted_ns, self._noted_output_tokens = now_ns, output_tokens
+        if rate or not state.in_flight:
+            self._answered_ns = now_ns
         self.wall_clock.look()
         happened = self._target.outcome(self._start_ns)
         own = {
@@ -261,7 +267,8 @@ class Measurement:
         }
         self._record.add_facts({**own, **happened})
         left_seconds, share = self._left(now_ns)
-        self._progress.running(self._seconds(now_ns), left_seconds, share, rate, state)
+        silent_seconds = (now_ns - self._answered_ns) / 1e9
+        self._progress.running(self._seconds(now_ns), left_seconds, share, rate, state, silent_seconds)
 
     def _series_row(self, replica: ReplicaReading, now_ns: int) -> SeriesRow:
         before = self._before.get((replica.node, replica.replica))
@@ -329,6 +336,8 @@ class Measurement:
         self._spent.wait += time.monotonic_ns() - began_ns
 
     def _accept(self, issued: Sequence[Issued]) -> None:
+        if not self._open and not self._queue:
+            self._answered_ns = time.monotonic_ns()
         number = self._test.issued - sum(len(query.rows) for query in issued)
         for query in issued:
             rows = self._library[query.rows]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatoken.engine.state import ReplicaState
 
 PLAIN_PERIOD_SECONDS = 5.0
+SILENT_SECONDS = 3.0  # without a token or an error while requests are in flight, after which the line says so
 ENDED_SHARE, PATIENCE_SECONDS = 0.01, 30.0  # of the samples or of the time, before which an estimate would be a guess
 BAR_LETTERS = 20
 ERASE = "\x1b[K"  # to the end of the line: also the ^C that a terminal shows behind it
@@ -69,6 +70,13 @@ class Progress:
         """Shows what is being done before there is anything to count."""
         self._write(text)
 
+    def waiting(self, text: str, in_flight: int, silent_seconds: float) -> None:
+        """Shows ``text``, and how long no request of those in flight has been answered; to be called once a second."""
+        if silent_seconds >= SILENT_SECONDS and self._due():
+            self._write(f"{text}: {_silence(in_flight, silent_seconds)}")
+        elif self._terminal:
+            self._write(text)
+
     def note(self, text: str) -> None:
         """Writes a message that stays on the screen."""
         self.clear()
@@ -82,29 +90,39 @@ class Progress:
         done_share: float,
         tokens_per_second: float,
         state: ReplicaState,
+        silent_seconds: float = 0.0,
     ) -> None:
         """Shows how far the run is; without a terminal only if the last line is ``PLAIN_PERIOD_SECONDS`` old.
 
-        ``left_seconds`` is infinite while it is unknown, and None while the last samples drain.
+        ``left_seconds`` is infinite while it is unknown, and None while the last samples drain. ``silent_seconds``: how
+        long no request of those in flight has been answered.
         """
-        now = time.monotonic()
-        if not self._terminal and now < self._next:
+        if not self._due():
             return
-        self._next = now + PLAIN_PERIOD_SECONDS
         if left_seconds is None:
             way = "draining"
         else:
             way = f"{duration(left_seconds) if math.isfinite(left_seconds) else '?'} left  {100 * done_share:.0f} %"
         pages = f"  {state.pages - state.pages_free:,} of {state.pages:,} pages" if state.pages else ""
-        rate = f"{tokens_per_second:,.0f} tokens/s  {state.in_flight:,} in flight{pages}"
+        rate = f"{tokens_per_second:,.0f} tokens/s  {state.in_flight:,} in flight"
+        if silent_seconds >= SILENT_SECONDS:
+            rate = _silence(state.in_flight, silent_seconds)
         bar = f"{_bar(done_share)} " if self._terminal else ""
-        self._write(f"{bar}{duration(elapsed_seconds)}, {way}  {rate}")
+        self._write(f"{bar}{duration(elapsed_seconds)}, {way}  {rate}{pages}")
 
     def clear(self) -> None:
         """Removes the live line from the terminal."""
         if self._drawn:
             _put(f"\r{ERASE}")
             self._drawn = False
+
+    def _due(self) -> bool:
+        """Whether to show a line that comes once a second."""
+        now = time.monotonic()
+        if not self._terminal and now < self._next:
+            return False
+        self._next = now + PLAIN_PERIOD_SECONDS
+        return True
 
     def _write(self, text: str) -> None:
         if self._silent:
@@ -124,6 +142,10 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {left} s" if minutes else f"{left} s"
+
+
+def _silence(in_flight: int, seconds: float) -> str:
+    return f"no answer for {duration(seconds)}  {in_flight:,} in flight"
 
 
 def _bar(share: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,12 +228,16 @@ def _warm_up(
     """Samples per second expected of the target: when it is full, or in SingleStream one after the other."""
     load = own_load(config, len(data_set.requests))
     if config.scenario == "singlestream":
-        progress.stage(f"warming up for {config.warm_up_seconds:g} s")
-        return 1 / estimate_latency(target, data_set, config.warm_up_seconds, load)
+        text = f"warming up for {config.warm_up_seconds:g} s"
+        progress.stage(text)
+        waiting = partial(progress.waiting, text)
+        return 1 / estimate_latency(target, data_set, config.warm_up_seconds, load, waiting)
     learning = learning_seconds(config, len(data_set.requests))
     at_least = "at least " if learning and not data_set.fills_limit.all() else ""
-    progress.stage(f"warming up for {at_least}{config.warm_up_seconds:g} s")
-    return estimate_rate(target, data_set, config.warm_up_seconds, learning, load, note)
+    text = f"warming up for {at_least}{config.warm_up_seconds:g} s"
+    progress.stage(text)
+    waiting = partial(progress.waiting, text)
+    return estimate_rate(target, data_set, config.warm_up_seconds, learning, load, note, waiting)
 
 
 class _Watched:

@@ -21,6 +21,7 @@ REFITS = 20
 SAME_FIT = 1e-6  # of the time: among fits so close to the best one, the one with the fewest prices wins
 LEAST_EXPLAINED = 0.01  # of the time: waits for a compiler or another process are never that much longer than the rest
 KNOWN_SHARE = 0.8  # answers are known well enough when the running ones can add at most a quarter
+SHOW_SECONDS = 1.0
 SILENT_SHARE = 0.5  # of the warm-up without any token, from which a server is silent and not slow
 DEVIATIONS = 2.0  # standard errors of the mean: the estimate is too long in 1 of 40 runs
 
@@ -34,6 +35,12 @@ class OwnLoad(NamedTuple):
 
 
 UNLIMITED = OwnLoad()
+Waiting = Callable[[int, float], None]
+"""Shows the requests in flight, and how many seconds ago one of them was answered; called once a second."""
+
+
+def _show_nothing(in_flight: int, silent_seconds: float) -> None:
+    pass
 
 
 def estimate_rate(
@@ -43,6 +50,7 @@ def estimate_rate(
     learning_seconds: float,
     own_load: OwnLoad = UNLIMITED,
     note: Callable[[str], None] = lambda _: None,
+    waiting: Waiting = _show_nothing,
 ) -> float:
     """Runs samples of the data set for about ``seconds``, drops them, and returns the expected samples per second.
 
@@ -50,7 +58,7 @@ def estimate_rate(
     Answers that are still unknown then count as short: an Offline query cannot grow, so too many samples are better
     than too few. ``note`` is called with a sentence about a server that fell silent.
     """
-    warm_up = _WarmUp(target, data_set)
+    warm_up = _WarmUp(target, data_set, waiting)
     if not target.replicas() or isinstance(target, RemoteTarget):
         rate = warm_up.rate(seconds, learning_seconds, own_load, note)
         target.cancel_all()
@@ -70,9 +78,15 @@ def estimate_rate(
     return state.replicas / (sample_seconds or seconds)
 
 
-def estimate_latency(target: Target, data_set: Dataset, seconds: float, own_load: OwnLoad = UNLIMITED) -> float:
+def estimate_latency(
+    target: Target,
+    data_set: Dataset,
+    seconds: float,
+    own_load: OwnLoad = UNLIMITED,
+    waiting: Waiting = _show_nothing,
+) -> float:
     """Runs samples one after the other for about ``seconds``, at least one; returns the mean seconds of one."""
-    warm_up, began = _WarmUp(target, data_set), time.monotonic()
+    warm_up, began = _WarmUp(target, data_set, waiting), time.monotonic()
     warm_up.one()  # not counted: it includes one-time work, such as compiling
     most = own_load.samples - 1 if isinstance(target, RemoteTarget) else math.inf
     if most < 1:
@@ -136,8 +150,9 @@ def _subsets(count: int) -> Iterator[tuple[int, ...]]:
 class _WarmUp:
     """Runs samples of a data set on a target and records their answers."""
 
-    def __init__(self, target: Target, data_set: Dataset) -> None:
+    def __init__(self, target: Target, data_set: Dataset, waiting: Waiting) -> None:
         self._target = target
+        self._waiting = waiting
         self._data_set = data_set
         rows = np.random.default_rng(0).permutation(len(data_set.requests))  # a file may be sorted
         self._samples = zip(itertools.count(-1, -1), itertools.cycle(rows.tolist()), strict=False)  # ids no query has
@@ -145,6 +160,7 @@ class _WarmUp:
         self._answered: dict[int, int] = {}  # tokens
         self._ended: set[int] = set()
         self._last_event = -math.inf  # when it came
+        self._shown = self._silent_since = time.monotonic()
 
     def prices(self, seconds: float) -> NDArray[np.float64]:
         """Runs for about ``seconds`` and fits the prices.
@@ -268,8 +284,14 @@ class _WarmUp:
         """Polls once; returns the work done."""
         before = self._target.state()
         events = self._target.poll(longest_seconds)
+        now = time.monotonic()
         if events:
-            self._last_event = time.monotonic()
+            self._last_event = now
+        if events or not before.in_flight:
+            self._silent_since = now
+        if now - self._shown >= SHOW_SECONDS:
+            self._shown = now
+            self._waiting(before.in_flight, now - self._silent_since)
         going_on = [event.sample_id for event in events if event.sample_id in self._answered]
         read = sum(self._answered[one] + int(self._data_set.input_tokens[self._rows[one]]) for one in going_on)
         for event in events:

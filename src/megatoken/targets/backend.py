@@ -24,6 +24,9 @@ class Reporter(Protocol):
     def stage(self, text: str) -> None:
         """Shows what is being done now."""
 
+    def waiting(self, text: str, in_flight: int, silent_seconds: float) -> None:
+        """Shows what is being done, and for how long requests have had no answer; to be called once a second."""
+
     def note(self, text: str) -> None:
         """Shows a message that stays on the screen."""
 

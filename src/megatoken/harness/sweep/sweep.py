@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,16 @@ def run_sweep(
         others = [note for note in prepared.notes if note["message"] not in prepared.data_set.notes]
         notes = (*others, *(reason("NOTE", text=note) for note in replayed.notes))
         prepared = replace(prepared, data_set=replayed, notes=notes)
-    progress.stage(f"warming up for {config.warm_up_seconds:g} s")
+    text = f"warming up for {config.warm_up_seconds:g} s"
+    progress.stage(text)
     first = next(plan.loads(1.0))
     data_set = plan.setup(first, prepared.data_set, (config.seed,), None).data_set
     if prepared.data_set is NO_DATA_SET:  # the load brings its own
         prepared = replace(prepared, data_set=data_set)
     if isinstance(target, RemoteTarget) and not isinstance(plan, SweepPlan):
         target.keep_every_text()
-    rate = estimate_rate(target, data_set, config.warm_up_seconds, 0.0, plan.own_load())
+    waiting = partial(progress.waiting, text)
+    rate = estimate_rate(target, data_set, config.warm_up_seconds, 0.0, plan.own_load(), waiting=waiting)
     name = run_name(datetime.now(UTC), "sweep", config.model)
     with StopSignals() as stop, new_folder(config.out / name) as path:
         sweep = _Sweep(prepared, config, plan, target, progress, stop, path, tuple(neighbour))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from megatoken.config import RunConfig
@@ -33,6 +34,7 @@ from megatoken.targets.endpoint.server_process import LOOK_SECONDS, end_of, star
 from megatoken.targets.endpoint.target import EndpointTarget
 from megatoken.targets.endpoint.wire import ClientSettings
 
+SHOW_SECONDS = 1.0
 FAST_SECONDS = 10.0  # within which a server that runs says what it serves
 PROBE_TOKENS, PROBE_IDS = 4, (5, 6, 7, 8)
 WRONG_FIELD = (400, 422)  # statuses with which servers refuse a field
@@ -221,7 +223,7 @@ class EndpointBackend:
     def _models(self, at: int) -> dict[str, dict[str, Any]]:
         """The models that a server lists, by name. Raises AnswerError."""
         address = self._addresses[at]
-        data = ask(address, f"{address.path}/models", key=self._key, tls=self._tls[at], seconds=FAST_SECONDS)
+        data = self._ask(at, f"{address.path}/models", FAST_SECONDS)
         try:
             return {one["id"]: one for one in json.loads(data)["data"] if isinstance(one["id"], str)}
         except (ValueError, TypeError, KeyError):
@@ -285,15 +287,32 @@ class EndpointBackend:
         address = self._addresses[0]
         body = body_of(request, self.api, asking, stream=False)
         seconds = self._config.endpoint.timeout_seconds
-        path = f"{address.path}{PATHS[self.api]}"
-        setting = "endpoint.timeout_seconds"
-        data = ask(address, path, key=self._key, tls=self._tls[0], seconds=seconds, body=body, setting=setting)
+        data = self._ask(0, f"{address.path}{PATHS[self.api]}", seconds, body, "endpoint.timeout_seconds")
         answer = Answer(self.api, keep_text=False)
         try:
             answer.take_body(data)
         except BrokenAnswerError as error:
             raise AnswerError(f"{address.url}: {error}") from None
         return answer
+
+    def _ask(
+        self, at: int, path: str, seconds: float, body: Mapping[str, Any] | None = None, setting: str = ""
+    ) -> bytes:
+        """``address.ask`` of a server, which shows how long it has not answered."""
+        address, over, began = self._addresses[at], Event(), time.monotonic()
+        text = f"asking {address.name}, at most {seconds:g} s"
+
+        def show() -> None:
+            while not over.wait(SHOW_SECONDS):
+                self._reporter.waiting(text, 1, time.monotonic() - began)
+
+        watch = Thread(target=show, name="waiting", daemon=True)
+        watch.start()
+        try:
+            return ask(address, path, key=self._key, tls=self._tls[at], seconds=seconds, body=body, setting=setting)
+        finally:
+            over.set()
+            watch.join()
 
     def _target_facts(self, stream: bool, asking: Asking) -> dict[str, Any]:
         return {
@@ -318,8 +337,8 @@ class EndpointBackend:
         """Version and limits of a server, where it reports them."""
         address = self._addresses[at]
         try:
-            path, began = f"{address.root}/version", time.monotonic()
-            stated = json.loads(ask(address, path, key=self._key, tls=self._tls[at], seconds=FAST_SECONDS))
+            began = time.monotonic()
+            stated = json.loads(self._ask(at, f"{address.root}/version", FAST_SECONDS))
             version, seconds = str(stated["version"]), time.monotonic() - began
         except (AnswerError, ValueError, TypeError, KeyError):
             version, seconds = None, None
