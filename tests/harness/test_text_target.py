@@ -240,7 +240,7 @@ def test_what_needs_token_ids_is_refused(tmp_path: Path) -> None:
         ({"mode": "accuracy"}, "mode: needs token ids, and words-1 is served as text"),
         ({"compliance": "TEST06"}, "compliance: needs token ids"),
         ({"text": True}, "text: needs token ids"),
-        ({"prompts": None}, "words-1 is served as text, so it needs prompts; give a file with --prompts"),
+        ({"prompts": None}, "words-1 is served as text, so it needs prompts; give a file with --prompts, or its "),
     ):
         with pytest.raises(UsageError, match=message):
             run(tmp_path, **settings)

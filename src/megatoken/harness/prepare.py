@@ -218,7 +218,8 @@ def _check_backend(config: RunConfig, model: ServedModel, *, needs_prompts: bool
     if needs_prompts and config.prompts is None and model.prompts == "text":
         if config.endpoint.api == "chat":
             raise UsageError("--api chat: that route takes messages, so it needs prompts; give a file with --prompts")
-        raise UsageError(f"{model.name} is served as text, so it needs prompts; give a file with --prompts")
+        give = "give a file with --prompts, or its model with --model for random ones"
+        raise UsageError(f"{model.name} is served as text, so it needs prompts; {give}")
 
 
 def check_benchmark(config: RunConfig) -> None:
