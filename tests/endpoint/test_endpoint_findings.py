@@ -105,6 +105,30 @@ def test_a_search_for_the_rate_of_a_server_that_fails_a_part_names_the_failure(
         assert wrong not in out + err.split("probe at", 1)[1]
 
 
+def test_a_search_ends_soon_where_as_many_requests_fail_at_half_the_rate(server: Server, tmp_path: Path) -> None:
+    lines = write_lines(
+        tmp_path / "prompts.jsonl", *({"prompt": word, "max_tokens": 4} for word in ["quick"] * 19 + ["error"])
+    )
+    load = ("--scenario", "server", "--find-rate", "--rate", 160, "--min-duration", 20, "--warm-up", 0)
+    code, out, err = call_here("run", "--endpoint", server.url, "--prompts", lines, *load, "--out", tmp_path / "runs")
+    (verdict,) = (line for line in out.splitlines() if "NO_VALID_RATE" in line)
+    assert code == 3 and " x HTTP 500: the engine has failed; at 1" in verdict, out + err
+    assert verdict.endswith(" % failed, so a lower rate does not help: look at the server")
+    assert 4 <= len([*(tmp_path / "runs").glob("*/probes/*")]) <= 7
+
+
+def test_a_search_with_a_limit_that_nothing_keeps_says_what_it_measured_at_the_lowest_rate(
+    server: Server, tmp_path: Path
+) -> None:
+    lines = write_lines(tmp_path / "prompts.jsonl", {"prompt": "quick", "max_tokens": 4})
+    load = ("--scenario", "server", "--find-rate", "--rate", 80, "--min-duration", 10, "--warm-up", 0)
+    command = ("run", "--endpoint", server.url, "--prompts", lines, *load, "--ttft-limit", 0.001)
+    code, out, err = call_here(*command, "--out", tmp_path / "runs")
+    (verdict,) = (line for line in out.splitlines() if "NO_VALID_RATE" in line)
+    measured = r"even at [0-9.]+ samples/s, the lowest rate tried, the p99 of TTFT was [0-9.]+ ms, its limit is 1 ms; "
+    assert code == 3 and re.search(measured, verdict), out + err
+
+
 @pytest.mark.parametrize(
     ("load", "exit_code", "said"),
     [

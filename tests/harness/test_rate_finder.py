@@ -19,6 +19,7 @@ from megatoken.mlperf.benchmarks import LatencyLimits
 from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.report.views.rate_search import search_answer
 from megatoken.runs.tables import SampleRow
+from megatoken.text import precise
 
 SEED = 18209322760996052031  # of round v5.1
 
@@ -274,6 +275,54 @@ def test_samples_that_fail_are_no_limit_of_the_client_and_need_no_longer_run(hig
     else:
         assert finder.found is None
         assert finder.outcome.endswith(" samples/s, 9 of 27 samples failed: 9 x HTTP 500: no room")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.5, 0.9])
+def test_a_search_ends_where_as_many_samples_fail_at_a_much_lower_rate(share: float) -> None:
+    def measure(tried: Try, probe: Probe) -> Outcome:
+        return Outcome("x", None, ("FAILED_SAMPLES",), failure="5 x HTTP 500", failed_share=share)
+
+    target = Simulated(queue_of(20, 0.01), LatencyLimits(2.0, 1.0), SEED, full_seconds=600.0)
+    finder = RateFinder(Goal(target.limits, target.full_length, SEED), 150.0, measure, lambda words: None)
+    finder.run()
+    lowest = finder.probes[-1]["samples_per_second"]
+    assert 0.7 * min(0.55, 1 - share) <= lowest / 150 <= min(0.55, 1 - share)
+    assert finder.outcome.endswith(
+        f"5 x HTTP 500; at 150 samples/s {100 * share:.2g} % failed, so a lower rate does not help: look at the server"
+    )
+
+
+@pytest.mark.parametrize("first_rate", [75.0, 130.0, 1000.0])
+def test_a_search_goes_on_where_a_server_fails_what_it_cannot_keep_up_with(first_rate: float) -> None:
+    """It serves 60 samples/s, and fails at once all above that."""
+
+    def measure(tried: Try, probe: Probe) -> Outcome:
+        share = max(0.0, 1 - 60.0 / tried.rate)
+        if not share:
+            return target.measure(tried, probe)
+        return Outcome("x", None, ("FAILED_SAMPLES",), failure="5 x HTTP 500", failed_share=share)
+
+    target = Simulated(queue_of(20, 0.01), LatencyLimits(2.0, 1.0), SEED, full_seconds=600.0)
+    finder = RateFinder(Goal(target.limits, target.full_length, SEED), first_rate, measure, lambda words: None)
+    finder.run()
+    assert finder.found is not None and 0.98 * 60 <= finder.found <= 60
+
+
+@pytest.mark.parametrize(
+    ("ttft", "tpot", "said"),
+    [(2.5, 0.01, "TTFT was 2,500 ms, its limit is 2,000 ms"), (1.0, 3.0, "TPOT was 3,000 ms, its limit is 1,000 ms")],
+)
+def test_a_limit_that_no_rate_keeps_is_named_with_what_was_measured_at_the_lowest(
+    ttft: float, tpot: float, said: str
+) -> None:
+    def measure(tried: Try, probe: Probe) -> Outcome:
+        return replace(target.measure(tried, probe), ttft_p99_seconds=ttft, tpot_p99_seconds=tpot)
+
+    target = Simulated(queue_of(20, 2.5), LatencyLimits(2.0, 1.0), SEED, full_seconds=30.0)
+    finder = RateFinder(Goal(target.limits, target.full_length, SEED), 60.0, measure, lambda words: None)
+    finder.run()
+    lowest = min(one["samples_per_second"] for one in finder.probes)
+    assert f": even at {precise(lowest)} samples/s, the lowest rate tried, the p99 of {said}; " in finder.outcome
 
 
 @given(st.floats(0.01, 1e5), st.floats(0.01, 100), st.booleans())

@@ -161,24 +161,24 @@ class _Prober:
         return Outcome(f"{PROBES}/{folder.path.name}", saturation, broken, ttft, tpot, *_failure(run))
 
 
-def _failure(run: Run) -> tuple[str | None, bool]:
-    """How the samples of a probe failed or were empty, None if none did; False if none was served."""
+def _failure(run: Run) -> tuple[str | None, bool, float]:
+    """How the samples of a probe failed or were empty, None if none did; False if none was served; the failed share."""
     rows = run.requests.select(["error", "first_token_seconds", "last_token_seconds"]).to_pylist()
     errors = Counter(row["error"] for row in rows if row["error"] is not None)
-    served = any(row["error"] is None and row["first_token_seconds"] is not None for row in rows)
+    served = sum(row["error"] is None and row["first_token_seconds"] is not None for row in rows)
     without = (row["last_token_seconds"] for row in rows if row["error"] is None and row["first_token_seconds"] is None)
     if empty := sum(last is not None for last in without):
         if not errors and not served:
-            return reason("NO_OUTPUT", answers=empty)["message"], False
+            return reason("NO_OUTPUT", answers=empty)["message"], False, 1.0
         errors["no output token"] = empty
     if not errors:
-        return None, True
+        return None, True, 0.0
     said = [f"{samples:,} x {error}" for error, samples in errors.most_common(3)]
     ends = [note["message"] for note in run.result["notes"] if note["code"] == "SERVER_FAILED"]
     if not served:
-        return "; ".join(ends or said), False
+        return "; ".join(ends or said), False, 1.0
     counts = reason("FAILED_SAMPLES", failed=errors.total(), samples=len(rows))["message"]
-    return f"{counts}: {'; '.join(said)}", True
+    return f"{counts}: {'; '.join(said)}", True, errors.total() / (errors.total() + served)
 
 
 def _broken(run: Run, full_length: bool) -> tuple[str, ...]:

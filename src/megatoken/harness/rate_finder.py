@@ -23,6 +23,9 @@ LIVES_OF_A_PROBE = 3.0  # lives of the median sample: the load is full only afte
 # Codes of a try whose client was the limit, and those that say no more than that the measurement itself is in doubt.
 OF_CLIENT = {"CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG"}
 OF_MEASUREMENT = OF_CLIENT | {"LOADGEN_DISAGREES", "WALL_CLOCK"}
+# Samples fail whatever the rate where no smaller share of them fails at about half of a rate, and the server has shown
+# that it serves so many: a server that cannot keep up would serve all of them.
+LOWER, ALIKE = 0.55, 0.75
 LONGER = 2.0  # factor, at least, by which a probe that was too short is repeated: a growing queue lengthens lives too
 
 
@@ -48,6 +51,7 @@ class Outcome:
     tpot_p99_seconds: float | None = None
     failure: str | None = None  # how its samples failed, if any did
     served: bool = True  # False: samples failed, and none was served
+    failed_share: float = 0.0  # of the samples that failed or were served
 
     @property
     def failed(self) -> bool:
@@ -114,6 +118,8 @@ class RateFinder:
         self._shortest_probe_seconds = SHORTEST_PROBE_SECONDS
         self._why_ended: str | None = None
         self._failure: str | None = None  # ``failed_how`` of the last try, with its rate
+        self._failed: list[tuple[float, float]] = []  # rate and failed share of every try whose samples failed
+        self._unmet: str | None = None  # the limit that the last try did not keep, and what was measured
         self.probes: list[dict[str, Any]] = []  # the outcome of each try, ready for ``result.json``
 
     @property
@@ -149,12 +155,14 @@ class RateFinder:
         """Probes and confirms; returns the name of the run at full length of the rate found, or None.
 
         It ends where no lower rate can show a p99, and where every sample of a try failed: a server that serves nothing
-        fails at every other rate too. If samples failed, or none had an answer, at the last rate, that is why it ended.
+        fails at every other rate too. It also ends where as many samples fail at a much lower rate. If samples failed,
+        none had an answer or a limit was not kept at the last rate, that is why it ended.
         """
         confirmed = None
         while (tried := self._search.next()) is not None:
             if (short := too_few(tried.rate, *self._goal.full_length(tried.rate))) is not None:
-                self._why_ended = self._failure or short
+                unmet = f"{self._unmet}; no lower rate can be tried: " if self._unmet else ""
+                self._why_ended = self._failure or unmet + short
                 break
             probe = self._plan(tried)
             outcome = self._measure(tried, probe)
@@ -168,9 +176,38 @@ class RateFinder:
             self._judge(tried, probe, outcome)
             if tried.full_length and self.found == tried.rate:
                 confirmed = outcome.name
+            if (alike := self._failed_alike(tried, outcome)) is not None:
+                before = f"at {precise(alike[0])} samples/s {100 * alike[1]:.2g} % failed"
+                self._why_ended = f"{self._failure}; {before}, so a lower rate does not help: look at the server"
+                break
         else:
-            self._why_ended = None if self.found else self._failure
+            self._why_ended = None if self.found else self._failure or self._unmet
         return confirmed
+
+    def _failed_alike(self, tried: Try, outcome: Outcome) -> tuple[float, float] | None:
+        """Rate and share of an earlier try that shows that samples fail whatever the rate."""
+        if not outcome.failed or not outcome.failed_share or any(one["valid"] for one in self.probes):
+            return None
+        self._failed.append((tried.rate, outcome.failed_share))
+        for rate, share in self._failed:
+            if tried.rate <= min(LOWER, 1 - share) * rate and outcome.failed_share >= ALIKE * share:
+                return rate, share
+        return None
+
+    def _unmet_limit(self, tried: Try, outcome: Outcome) -> str | None:
+        limits = self._goal.limits
+        for name, found, limit in (
+            ("TTFT", outcome.ttft_p99_seconds, limits.ttft_seconds),
+            ("TPOT", outcome.tpot_p99_seconds, limits.tpot_seconds),
+        ):
+            if found is not None and found > limit:
+                where = f"at {precise(tried.rate)} samples/s"
+                if tried.rate <= min((one["samples_per_second"] for one in self.probes), default=math.inf):
+                    where = f"even {where}, the lowest rate tried,"
+                return (
+                    f"{where} the p99 of {name} was {precise(1000 * found)} ms, its limit is {precise(1000 * limit)} ms"
+                )
+        return None
 
     def _plan(self, tried: Try) -> Probe:
         """A probe whose mean arrival rate is that of the full length.
@@ -192,7 +229,7 @@ class RateFinder:
         return max(self._shortest_probe_seconds, PROBE_SAMPLES / rate, LIVES_OF_A_PROBE * self._life_seconds)
 
     def _judge(self, tried: Try, probe: Probe, outcome: Outcome) -> None:
-        how = outcome.failed_how
+        how, self._unmet = outcome.failed_how, None
         self._failure = None if how is None else f"at {precise(tried.rate)} samples/s, {how}"
         if outcome.failed:
             others = () if outcome.saturation else (code for code in outcome.broken if code != "FAILED_SAMPLES")
@@ -214,6 +251,8 @@ class RateFinder:
             valid = result.valid
             judged = count_of(result.judged, "sample")
             why = f"{result.over:,} of {judged} over a limit; {100 * result.allowed_share:.2f} % are allowed"
+        if not valid and not outcome.failed and not outcome.by_client:
+            self._unmet = self._unmet_limit(tried, outcome)
         surely = outcome.saturation is not None and outcome.saturation.surely
         capacity = probe.watch.capacity
         if capacity is not None:  # as a rate to ask for: by chance, the rate offered differs from it
