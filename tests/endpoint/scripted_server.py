@@ -142,6 +142,10 @@ class Server:
                 await writer.drain()
         elif word == "textless":
             writer.write(STREAM + chunk(frame("", "stop")) + chunk(usage(0)) + chunk(DONE) + chunk(b""))
+        elif word == "whole":  # as a proxy sends it that waits for the end of a stream
+            tokens = body["max_tokens"]
+            frames = [frame(f"w{at} ", "length" if at == tokens - 1 else None) for at in range(tokens)]
+            writer.write(STREAM + b"".join(map(chunk, (*frames, usage(tokens), DONE, b""))))
         elif word == "unfinished":
             writer.write(STREAM + chunk(frame("one ")) + chunk(b""))
         else:

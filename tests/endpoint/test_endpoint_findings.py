@@ -195,6 +195,32 @@ def test_an_end_token_that_is_counted_too_fails_no_short_answer(server: Server, 
     assert last[1].error is not None and "max_tokens allows" in last[1].error
 
 
+@pytest.mark.parametrize(("words", "whole"), [(("whole",), 1.0), (("whole", "ok"), 0.5)])
+def test_answers_in_one_piece_have_no_time_per_output_token_and_a_note(
+    words: tuple[str, ...], whole: float, server: Server, tmp_path: Path
+) -> None:
+    """The times of the others count."""
+    prompts = write_lines(tmp_path / "prompts.jsonl", *({"prompt": word, "max_tokens": 5} for word in words))
+    common = ("--endpoint", server.url, "--prompts", prompts, "--warm-up", 0, "--out", tmp_path / "runs")
+    load = ("--scenario", "server", "--rate", 40, "--samples", 40, "--min-duration", 0)
+    _, out, err = call_here("run", *load, *common)
+    assert f" of 40 answers of several tokens ({100 * whole:.0f} %) came in one piece" in out, out + err
+    (path,) = (tmp_path / "runs").glob("*/result.json")
+    result = json.loads(path.read_text())
+    (note,) = (one for one in result["notes"] if one["code"] == "IN_ONE_PIECE")
+    assert (note["answers"], note["of"], note["share"]) == (40 * whole, 40, whole)
+    paces = [result["tpot_seconds"]]
+    assert [item.id for item in audit(path.parent).findings if item.severity is Severity.FAIL] == []
+    _, out, err = call_here("sweep", "--concurrency", len(words), "--window", 1.5, "--settle", 0.1, *common)
+    (path,) = (tmp_path / "runs").glob("*/sweep.json")
+    (point,) = json.loads(path.read_text())["points"]
+    paces += [point["tpot_seconds"], point["itl_seconds"]]
+    assert "came in one piece" in (path.parent / "sweep.html").read_text(), out + err
+    for pace in paces:
+        assert pace["p50"] is None if whole == 1 else pace["p50"] > 0.8 * ITL_SECONDS
+    assert (point["user_tokens_per_second"]["p50"] is None) is (whole == 1)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_answers_from_a_cache_are_found(server: Server, processes: int) -> None:
     with connected(server.url, max_in_flight=processes, processes=processes) as target:

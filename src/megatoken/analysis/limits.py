@@ -37,8 +37,6 @@ _UNITS = {"output_tokens_per_second": "tokens/s", "samples_per_second": "samples
 DOLLARS = "dollars_per_request"
 SHORTCUTS = {"ttft_limit_seconds": "ttft_seconds.p99", "tpot_limit_seconds": "tpot_seconds.p99"}  # older keys
 SECONDS_PER_HOUR = 3600.0
-WHOLE_SHARE = 0.01
-"""Of the answers of several tokens: if more came in one piece, the time per output token is unknown."""
 
 
 class Answer(StrEnum):
@@ -210,9 +208,9 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
         **_latencies(inside, inside.completed, gaps),
         "ttft_seconds": np.where(begun, inside.ttft, np.inf),
     }
-    several = inside.completed & (inside.output_tokens > 1)
-    if (several & (inside.last <= inside.first)).sum() > WHOLE_SHARE * several.sum():
-        latencies["tpot_seconds"] = "answers of several tokens came in one piece, so the times between them are unknown"
+    if inside.in_one_piece.any():
+        why = "answers of several tokens came in one piece, so the times between them are unknown"
+        latencies |= {"tpot_seconds": why} if gaps is None else {"tpot_seconds": why, "itl_seconds": why}
     until_cut: Mapping[str, Floats] = {}
     if inside.cut.any():
         until_cut = _latencies(tokens.until_cut(samples).only(counted), begun, gaps)

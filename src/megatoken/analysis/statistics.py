@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 PERCENTILES = (50, 90, 95, 99)
 PERCENTILE_METHOD = "exact, from every raw value, linear interpolation between the two nearest"
+ONE_PIECE_SECONDS = 1e-6  # per output token, which no model is as fast as: frames of one read are 1 ns apart
+WHOLE_SHARE = (
+    0.01  # of the answers of several tokens: if more came in one piece, their times per output token are unknown
+)
 STEADY_SHARE = 0.9
 SHORTEST_STEADY_SECONDS = 2.0
 SHORTEST_STEADY_LIVES = 3.0
@@ -74,7 +78,7 @@ def summarise(
         "processed_tokens_per_second": rates["processed_tokens_per_second"],
         "samples_per_second": rates["samples_per_second"],
         "ttft_seconds": percentiles(done.ttft),
-        "tpot_seconds": percentiles(done.tpot),
+        "tpot_seconds": percentiles(done.known_tpot),
         "latency_seconds": percentiles(done.last - done.scheduled),
         **lateness(samples),
         "handover_seconds": percentiles(samples.submitted - samples.sent),
@@ -352,6 +356,22 @@ class Samples:
         gaps = self.output_tokens - 1
         seconds: Floats = np.full(len(self), np.nan)
         return np.divide(self.last - self.first, gaps, out=seconds, where=gaps > 0)
+
+    @property
+    def in_one_piece(self) -> NDArray[np.bool_]:
+        """Which answers [N] of several tokens came in one piece, if they are more than ``WHOLE_SHARE`` of all such."""
+        found: NDArray[np.bool_] = self.completed & (self.tpot < ONE_PIECE_SECONDS)
+        return found if found.sum() > WHOLE_SHARE * self.of_several_tokens.sum() else np.zeros_like(found)
+
+    @property
+    def of_several_tokens(self) -> NDArray[np.bool_]:
+        """Which samples [N] were completed with more than one token."""
+        return self.completed & (self.output_tokens > 1)
+
+    @property
+    def known_tpot(self) -> Floats:
+        """``tpot`` [N], NaN also for answers in one piece, since the times between their tokens are unknown."""
+        return np.where(self.in_one_piece, np.nan, self.tpot)
 
     def only(self, mask: NDArray[np.bool_]) -> Samples:
         """The samples where ``mask`` [N] is true."""

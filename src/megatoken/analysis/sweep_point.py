@@ -80,7 +80,7 @@ def point_figures(run: Run) -> dict[str, Any]:
     tokens = SeenTokens.of(run, samples)
     output_rate = tokens.within(start, end) / length
     accelerators = run_accelerators(run)
-    tpot = percentiles(done.tpot)
+    tpot = percentiles(done.known_tpot)
     steady = _steadiness(samples, tokens, start, end, waits=load["waits"])
     unjudged = none_ended(samples, tokens, start, end)
     begun = done if unjudged else inside.only(inside.completed | inside.cut)
@@ -119,7 +119,9 @@ def point_figures(run: Run) -> dict[str, Any]:
         "latency_from_send_seconds": percentiles(done.last - done.sent),
         "send_lag_seconds": percentiles(inside.sent - inside.scheduled),
         "tpot_seconds": tpot,
-        **tokens.gap_figures(samples.completed & (samples.scheduled >= start) & (samples.scheduled < end)),
+        **tokens.gap_figures(
+            samples.completed & ~samples.in_one_piece & (samples.scheduled >= start) & (samples.scheduled < end)
+        ),
         "ttft_by_input_tokens": _by_input(done),
         "requests_judged": good.judged if good else None,
         "requests_cut_off": good.cut_off if good else None,
@@ -170,7 +172,7 @@ def _timeline(samples: Samples, tokens: SeenTokens, start: float, end: float) ->
     for low, high in spans:
         done = samples.only(samples.completed & (samples.scheduled >= low) & (samples.scheduled < high))
         if len(done):
-            ttft, tpot = percentiles(done.ttft), percentiles(done.tpot)
+            ttft, tpot = percentiles(done.ttft), percentiles(done.known_tpot)
             shown = {f"ttft_{of}_seconds": ttft[of] for of in ("p50", "p99")} | {"tpot_p50_seconds": tpot["p50"]}
             rows.append({"at_seconds": (low + high) / 2 - start, **shown})
     return {

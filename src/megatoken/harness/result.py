@@ -339,6 +339,13 @@ def end_notes(facts: Mapping[str, Any], requests: pa.Table | None = None) -> lis
 
     Without its ``requests`` it is not known how late they were.
     """
-    late = {} if requests is None else lateness(Samples.of(requests))
+    samples = None if requests is None else Samples.of(requests)
+    late = {} if samples is None else lateness(samples)
     waits = core_wait_notes(facts.get("core_wait_share"), {**facts, **late})
-    return [*facts["notes"], *waits, *_failure_notes(facts)]
+    whole = [] if samples is None else _one_piece_notes(samples)
+    return [*facts["notes"], *waits, *_failure_notes(facts), *whole]
+
+
+def _one_piece_notes(samples: Samples) -> list[Reason]:
+    answers, of = int(samples.in_one_piece.sum()), int(samples.of_several_tokens.sum())
+    return [reason("IN_ONE_PIECE", answers=answers, of=of, share=answers / of)] if answers else []

@@ -71,7 +71,7 @@ def judge(span: Span, level: ServiceLevel, *, offline: bool, rate: float) -> Ver
     if good is None:
         return Verdict(None, "all its requests were cut off, within the limits until then")
     done = span.samples.only(span.due & span.samples.completed)
-    tpot_mean, tpot_p99 = _mean_and_p99(done.tpot)
+    tpot_mean, tpot_p99 = _mean_and_p99(done.known_tpot)
     ttft_mean, ttft_p99 = (None, None) if offline else _mean_and_p99(done.ttft)
     kept, why = _kept(good, offline, level)
     return Verdict(

@@ -80,7 +80,13 @@ def _latency_panels(samples: Samples, limits: Sequence[Limits], *, offline: bool
     """TTFT and TPOT of groups of completed samples, in the order in which they had their first or last token."""
     done = samples.only(samples.completed & np.isfinite(samples.first))
     latencies = [
-        ("Time per output token", "ms", done.last, 1000 * done.tpot, [(one.name, one.tpot_seconds) for one in limits])
+        (
+            "Time per output token",
+            "ms",
+            done.last,
+            1000 * done.known_tpot,
+            [(one.name, one.tpot_seconds) for one in limits],
+        )
     ]
     if not offline:
         firsts = [(one.name, one.ttft_seconds) for one in limits]

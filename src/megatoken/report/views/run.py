@@ -278,7 +278,7 @@ def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
     ]
     yield histogram_chart("First token", "s", [("samples", done.ttft)], x_label=since, limits=ttft)
     yield histogram_chart("Last token", "s", [("samples", done.last - done.scheduled)], x_label=since)
-    tpot = done.tpot[np.isfinite(done.tpot)]
+    tpot = done.known_tpot[np.isfinite(done.known_tpot)]
     if len(tpot) > 1:
         milliseconds = [(one.name, 1000 * one.tpot_seconds) for one in known if one.tpot_seconds is not None]
         yield histogram_chart(
