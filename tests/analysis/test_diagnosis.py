@@ -184,6 +184,27 @@ def test_ramp_and_tail_are_a_cause_only_where_they_cost_speed(whole: float, stat
     )
 
 
+def test_an_invalid_run_says_why_and_steadiness_is_not_called_right(tmp_path: Path) -> None:
+    path = made(tmp_path, {}, {}).path / "result.json"
+    varied = [{"code": "VARIATION", "message": "windows vary by 20.6 %; at most 5 % is steady"}]
+    result = json.loads(path.read_text()) | {"verdict": "INVALID", "reasons": varied}
+    path.write_text(json.dumps(result | {"stability": {"verdict": "UNSTABLE", "reasons": varied}}))
+    findings = diagnose(read_run(path.parent))
+    assert findings[0].message == "the run is INVALID: windows vary by 20.6 %; at most 5 % is steady"
+    assert findings[0].state == State.FIX and findings[0].command
+    assert "steadiness" not in {one.code for one in findings}
+
+
+def test_late_samples_of_an_engine_in_this_process_need_no_client(tmp_path: Path) -> None:
+    levels: dict[str, Any] = {"running": 4, "waiting": 0}
+    path = made(tmp_path, levels, {}).path / "result.json"
+    late = [{"code": "SEND_LAG", "message": "samples were sent late"}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"verdict": "INVALID", "reasons": late}))
+    found = {one.code: one.command for one in diagnose(read_run(path.parent)) if one.state == State.FIX}
+    assert found["client"] == "stop other work on this machine, or lower --rate"
+    assert "small_batches" not in found
+
+
 def test_an_interrupted_run_is_called_so_and_an_edited_one_is_refused(tmp_path: Path) -> None:
     run = made(tmp_path, {}, {})
     path = run.path / "result.json"

@@ -245,11 +245,14 @@ TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
             "verdict is PASS, but 2.0 is 105% of its bound, which is a FAIL",
         ),
         ({"value": {"better": "zero"}}, "tests[0]: values[0]: verdict is PASS, but windows counts 2.0 where any error"),
+        ({"value": {"better": "rare"}}, "windows counts 2.0 where any error is a MARGINAL"),
+        ({"value": {"windows": [None]}}, "tests[0]: values[0]: median is 2.0, but windows has null"),
         (
             {"tests": [TEST | {"verdict": "NOT RUN", "values": []}] * 2},
             "tests[1]: name is 'kernels', which an earlier test has",
         ),
         ({"schema_version": True}, "schema_version is True, not a number"),
+        ({"device": "NVIDIA H200", "value": {"name": "core_clock"}}, "device is the GPU NVIDIA H200, but tests[0]"),
         (
             {"device": "H200", "value": {"name": "core_clock"}},
             "device is the GPU H200, but tests[0]: values[0] is a proc",

@@ -31,7 +31,7 @@ OURS = {
 
 
 def document(device: str = "H200") -> dict[str, Any]:
-    common = {"better": "higher", "verdict": "PASS"}
+    common = {"better": "higher", "verdict": "NO REFERENCE"}
     values = [
         common | {"name": name, "median": one, "unit": unit, "windows": [one]} for name, (one, unit) in OURS.items()
     ]
@@ -41,13 +41,15 @@ def document(device: str = "H200") -> dict[str, Any]:
         "created_at": "2026-11-25T00:00:00Z",
         "title": "Qualification",
         "device": device,
-        "verdict": "PASS",
+        "verdict": "NO REFERENCE",
         "complete": True,
         "set": "full",
         "seconds": 1.0,
         "answer": [],
         "machine": {"memory": {}},
-        "tests": [{"name": "t", "title": "T", "verdict": "PASS", "fault": None, "seconds": 1.0, "values": values}],
+        "tests": [
+            {"name": "t", "title": "T", "verdict": "NO REFERENCE", "fault": None, "seconds": 1.0, "values": values}
+        ],
     }
 
 
@@ -130,7 +132,10 @@ def test_the_command_compares_a_stored_qualification(tmp_path: Path) -> None:
     assert json.loads(out_file.read_text())["inputs"] == [str(stored)]
     table = tmp_path / "mine.csv"
     table.write_text("sku,benchmark,parameter,value,unit\nX,hbm_stream,op=copy,much,TB/s\n")
+    empty = tmp_path / "empty.csv"
+    empty.write_text("sku,benchmark,parameter,value,unit\n")
     for flags, words in (
+        (("--compare", empty), "has no row after its header"),
         (("--compare", table), "row 1: value 'much' is no number"),
         (("--compare", tmp_path / "none"), "give a CSV table, or azure"),
         (("--of", stored), "needs --compare"),

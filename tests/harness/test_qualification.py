@@ -12,7 +12,7 @@ import pytest
 
 from cli_support import call_here
 from megatoken.analysis.summary import utilisation
-from megatoken.hardware.qualify.judge import overall
+from megatoken.hardware.qualify.judge import answer, overall
 from megatoken.hardware.qualify.shapes import CPU_TOKENS
 from megatoken.harness import qualification
 from megatoken.runs.run import read_run
@@ -37,12 +37,15 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(cpu, seconds=0.02, warm_up_seconds=0.0, windows=3, buffer_bytes=2**20)
     tests = tuple(replace(test, twice=False) for test in qualification.TESTS["cpu"] if test.name in KEPT)
     real = qualification.qualify
-    known = [{"name": name, "median": one, "windows": [one], "verdict": "PASS"} for name, one in KERNELS.items()]
+    common = {"title": "Known", "unit": "", "better": "", "reason": "", "noisy": False, "verdict": "NO REFERENCE"}
+    known = [common | {"name": name, "median": one, "windows": [one]} for name, one in KERNELS.items()]
 
     def extended(*arguments: Any, **more: Any) -> Iterator[dict[str, Any]]:
         for document in real(*arguments, **more):
-            tests = [*document["tests"], {"name": "known", "verdict": "PASS", "values": known}]
-            yield document | {"tests": tests, "verdict": overall(tests)}
+            test = {"name": "known", "title": "Known", "fault": None, "verdict": "NO REFERENCE", "values": known}
+            document |= {"tests": [*document["tests"], test]}
+            document |= {"verdict": overall(document["tests"])}
+            yield document | {"answer": answer(document)}
 
     monkeypatch.setattr(qualification, "SETTINGS", {"cpu": (small, small)})
     monkeypatch.setattr(qualification, "TESTS", {"cpu": tests})
@@ -77,23 +80,45 @@ def test_the_run_folder_keeps_the_qualification_and_the_rate_that_it_predicts(tm
     assert result["sensors_core_share"] < 0.1
     assert set(run.series["system_power_watts"].to_pylist()) == {123.5}
 
-    found = _audited(tmp_path)
-    assert found in ("pass", "warn")  # a busy machine is slower than it should be
-    (folder / "qualify.json").write_text(
-        json.dumps(document | {"device": "another", "created_at": "2020-01-01T00:00:00Z"})
-    )
-    assert _audited(tmp_path) == "fail"
-    (folder / "qualify.json").write_text(json.dumps(document | {"tests": None}))
-    assert _audited(tmp_path) == "fail"
+    severity, _ = _audited(tmp_path)
+    assert severity in ("pass", "warn")  # a busy machine is slower than it should be
+    other_cpu = document["machine"] | {"cpu": document["machine"]["cpu"] | {"model": "Other"}}
+    memory = document["tests"][1]
+    faster = [memory["values"][0] | {"median": 1e3, "spread": 0.0, "drift": 0.0, "windows": [1e3], "bound": None}]
+    twice = [document["tests"][0], memory | {"values": [*faster, *memory["values"][1:]]}, document["tests"][2]]
+    for edit, words in (
+        ({"device": "another"}, "qualification.device "),
+        ({"created_at": "2020-01-01T00:00:00Z"}, "s before the run"),
+        ({"machine": other_cpu}, "is of another machine: cpu "),
+        ({"tests": None}, "tests is not a list"),
+        ({"tests": twice}, "peaks.memory_bytes_per_second "),
+        ({"tests": document["tests"][::2]}, "peaks.memory_bytes_per_second "),
+    ):
+        (folder / "qualify.json").write_text(json.dumps(document | edit))
+        severity, found = _audited(tmp_path)
+        assert severity == "fail", edit
+        assert words in found
     (folder / "qualify.json").unlink()
-    assert _audited(tmp_path) == "fail"
+    assert _audited(tmp_path)[0] == "fail"
+    for kept, answered in ((result | {"prediction": {}}, "prediction.output_tokens_per_second None"), (result, "")):
+        said = kept["qualification"] | ({} if answered else {"answer": ["All is well."]})
+        (folder / "result.json").write_text(json.dumps(kept | {"qualification": said}))
+        (folder / "qualify.json").write_text(json.dumps(document | {"answer": said["answer"]}))
+        severity, found = _audited(tmp_path)
+        assert (
+            severity,
+            (answered or "qualify.json says 'All is well.', which does not follow from its values") in found,
+        ) == (
+            "fail" if answered else "warn",
+            True,
+        )
 
 
-def _audited(folder: Path) -> str:
+def _audited(folder: Path) -> tuple[str, str]:
+    """The severity of what an audit finds in a qualification, and its words."""
     _, out, _ = call_here("audit", folder / "runs", "--json", "--out", folder / "audit")
-    findings: list[dict[str, Any]] = json.loads(out)["findings"]
-    found = [one["severity"] for one in findings if one["id"] == "run_folder.qualification"]
-    return found[0]
+    (one,) = [one for one in json.loads(out)["findings"] if one["id"] == "run_folder.qualification"]
+    return one["severity"], json.dumps(one, ensure_ascii=False)
 
 
 @pytest.mark.usefixtures("brief")

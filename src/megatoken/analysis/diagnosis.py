@@ -12,7 +12,7 @@ import numpy as np
 from megatoken.analysis.contradictions import check_rates
 from megatoken.analysis.lookup import run_folders
 from megatoken.analysis.series import Floats, gpu_errors, numbers, totals_over_time
-from megatoken.analysis.stability import FATAL_ERRORS
+from megatoken.analysis.stability import FATAL_ERRORS, Stability
 from megatoken.engine.schemes import has_bf16_activations
 from megatoken.files import mapping, new_document
 from megatoken.hardware.doctor import Finding, fix, ok, unknown
@@ -36,11 +36,15 @@ VARIATION = 0.15  # standard deviation of the rate in seconds of the steady wind
 RAMP_SHARE = 0.3  # of the duration, outside the steady window
 RAMP_COST_SHARE = 0.05  # of the steady rate, that ramp and tail cost
 FEWEST_SECONDS = 5
+CLIENT = ("CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG")
+LOADGEN = "LOADGEN_INVALID"
+"""Repeats in LoadGen's words what other reasons say."""
 
 
 def diagnose(run: Run) -> list[Finding]:
     """Every cause that was examined, those that cost speed first."""
     found = [
+        *_verdict(run),
         *_contention(run),
         *_throttling(run.series),
         *_errors(run.series),
@@ -67,6 +71,14 @@ def diagnosis(path: Path) -> dict[str, Any]:
     if len(found) == 1:
         return new_document("diagnosis", **found[0])
     return new_document("diagnosis", run=str(path), runs=found)
+
+
+def _verdict(run: Run) -> Iterator[Finding]:
+    """Why a run is INVALID, but for what is a finding of its own."""
+    said = [one["message"].rstrip(".") for one in run.reasons if one["code"] not in (LOADGEN, *CLIENT)]
+    if run.verdict == Verdict.INVALID and said:
+        command = "megatoken report RUN, for the values found and required"
+        yield fix("verdict", f"the run is INVALID: {'. '.join(said)}", command)
 
 
 def _contention(run: Run) -> Iterator[Finding]:
@@ -165,6 +177,8 @@ def _batches(run: Run) -> Iterator[Finding]:
         yield fix(
             "pages", message, "more --engine.memory_bytes, --precision fp8, a smaller --engine.max_length, or more GPUs"
         )
+    elif any(one["code"] in CLIENT for one in (*run.reasons, *run.doubts)):
+        pass  # samples that came late say nothing of the load that was asked for
     elif queued < SMALL_SHARE and most and mean < SMALL_SHARE * most:
         message = (
             f"a batch had {mean:.3g} of {most:.0f} sequences, and no request waited in {1 - queued:.0%} of the"
@@ -188,11 +202,13 @@ def _batches(run: Run) -> Iterator[Finding]:
 def _client(run: Run) -> Iterator[Finding]:
     code, result = "client", run.result
     codes = {one["code"]: one for one in (*run.reasons, *run.doubts)}
-    for name in ("CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG"):
+    for name in CLIENT:
         if name in codes:
             command = "more --endpoint.processes, or a separate machine"
             if "free_cores" in codes[name]:
                 command = "stop other work on the client's machine, or give it a separate one"
+            elif mapping(result.get("target")).get("kind") != "endpoint":
+                command = "stop other work on this machine, or lower --rate"
             yield fix(code, f"the client was the limit: {codes[name]['message']}", command)
             return
     client = result.get("client")
@@ -251,7 +267,7 @@ def _steadiness(run: Run) -> Iterator[Finding]:
             f" the worst began at {worst:.0f} s"
         )
         yield fix(code, message, "megatoken soak, to see whether the rate drifts; stop other work")
-    else:
+    elif mapping(result.get("stability")).get("verdict", Stability.STABLE) == Stability.STABLE:
         yield ok(code, f"the rate of single seconds varied by {variation:.0%} in the steady window")
 
 

@@ -172,11 +172,14 @@ def read_table(path: Path) -> list[dict[str, str]]:
     """The rows of a table. Raises UsageError: the file cannot be read, lacks a column, or a field cannot be used."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # Excel writes a byte order mark
-            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+            table = csv.DictReader(line for line in file if not line.startswith("#"))
+            rows, names = list(table), table.fieldnames or ()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"--compare {path}: cannot be read ({cause(error)}); give a CSV table, or azure") from error
-    if not rows or any(name not in rows[0] for name in COLUMNS):
+    if any(name not in names for name in COLUMNS):
         raise UsageError(f"--compare {path}: expected the columns {', '.join(COLUMNS)}; give such a table, or azure")
+    if not rows:
+        raise UsageError(f"--compare {path}: has no row after its header; give a table with rows, or azure")
     for number, row in enumerate(rows, 1):
         if (problem := _damage(row)) is not None:
             raise UsageError(f"--compare {path}: row {number}: {problem}; correct it")

@@ -14,28 +14,24 @@ import numpy as np
 
 from megatoken.analysis.entries import formats_of
 from megatoken.analysis.machine import unix_seconds
-from megatoken.analysis.qualified import Prediction, agreement, machine_of, predict_run
 from megatoken.analysis.series import numbers, replicas
 from megatoken.analysis.statistics import ARRIVING, SOAK, SWEEP, Samples
 from megatoken.audit.differences import Doubt
-from megatoken.audit.discovery import below
-from megatoken.audit.documents import json_values
 from megatoken.audit.folder import LOGGED, TABLES, RunFolder, compared
 from megatoken.audit.replay_answers import UnknownError
 from megatoken.engine.config import REFERENCE, SHAPES, EngineConfig, ModelConfig, model_folder
 from megatoken.engine.hugging_face import model_config
 from megatoken.engine.memory import plan_memory_of
 from megatoken.engine.schemes import SCHEMES
-from megatoken.errors import MegatokenError, UsageError
+from megatoken.errors import MegatokenError
 from megatoken.files import mapping, read_json_object
-from megatoken.hardware.qualify.document import check_document
 from megatoken.harness.loadgen_plan import library_to_data_set
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.run_figures import completion_seconds, in_seconds, samples_answers, whole
 from megatoken.runs.identity import TEMPLATE_FILES, TOKENIZER_FILES, joint_hash
 from megatoken.runs.plan_hash import changed_parts, unknown_edits
-from megatoken.runs.run import CONFIG, ENVIRONMENT, QUALIFICATION, SCHEMA_VERSION, SERIES, Run
-from megatoken.text import count_of, is_number, precise
+from megatoken.runs.run import CONFIG, ENVIRONMENT, SCHEMA_VERSION, SERIES, Run
+from megatoken.text import count_of
 
 # Of result.json and config.yaml; those of the engine where it is not a rack's, whose machines have their own sizes.
 _CONFIGURED = {name: name for name in ("scenario", "mode", "rules", "precision", "text")}
@@ -52,10 +48,6 @@ EARLIER_SECONDS, LATER_SECONDS, LATER_SHARE = 0.1, 1.0, 0.05  # of the last samp
 RATE_ERROR = 1e-4  # relative: LoadGen's rates have six digits, and its clock runs until it hears of the last sample
 WEIGHTS_SHARE = 0.05  # releases count a scale or a copy of the head in another way; number formats differ by more
 MOST_LIBRARY_ROWS = 20_000_000
-OLDEST_SECONDS = 86_400.0
-IMPOSSIBLE_RATIO, SLOW_RATIO = 1.3, 0.6
-"""Of the measured over the predicted rate: other work explains what is nearer."""
-PREDICTION_ERROR = 1e-6
 
 
 @compared("run_folder.configuration", "The run was configured as it says", "Other settings give other numbers.")
@@ -434,58 +426,3 @@ def _at(document: Mapping[str, Any], key: str) -> Any:
             return ...
         value = value[part]
     return value
-
-
-def _is_qualified(folder: RunFolder) -> bool:
-    return "qualification" in folder.run.result or below(folder.path, QUALIFICATION) in folder.tree.files
-
-
-@compared(
-    "run_folder.qualification",
-    "The machine was healthy and the rate is what it can do",
-    "A stored qualification says what this machine can reach.",
-    ("result.json", QUALIFICATION),
-    _is_qualified,
-)
-def qualification(folder: RunFolder) -> Iterator[str]:
-    """What contradicts the stored qualification, or what it says against the run."""
-    run = folder.run
-    document = json_values(folder.tree, below(folder.path, QUALIFICATION))
-    if document is None or document.get("kind") != "qualify":
-        yield f"result.json names a qualification, and {QUALIFICATION} is missing or cannot be read"
-        return
-    try:
-        check_document(document, QUALIFICATION)
-    except UsageError as error:
-        yield str(error)
-        return
-    stated = run.result.get("qualification") or {}
-    for name in ("created_at", "device", "verdict", "answer"):
-        if stated.get(name) != document.get(name):
-            yield f"qualification.{name} {stated.get(name)}, {QUALIFICATION} {document.get(name)}"
-    machine = document["machine"]
-    for name in ("hostname", "cpu"):
-        if machine.get(name) != run.environment.get(name):
-            yield f"{QUALIFICATION} is of another machine: {name} {machine.get(name)}, not {run.environment.get(name)}"
-    tested, began = (unix_seconds(text) for text in (document.get("created_at"), run.result.get("started_at")))
-    if tested is not None and began is not None and not 0 <= began - tested <= OLDEST_SECONDS:
-        when = "after" if began < tested else "before"
-        yield f"{QUALIFICATION} was made {precise(abs(began - tested))} s {when} the run"
-    if document.get("verdict") == "FAIL":
-        yield Doubt(f"the machine failed its qualification: {' '.join(map(str, document.get('answer') or []))}")
-    if folder.finished:
-        yield from _rate(folder, document)
-
-
-def _rate(folder: RunFolder, document: Mapping[str, Any]) -> Iterator[str]:
-    run = folder.run
-    stated = (run.result.get("prediction") or {}).get("output_tokens_per_second")
-    found = predict_run(machine_of(document, QUALIFICATION), run.result, run.config, run.requests)
-    predicted = found.output_tokens_per_second if isinstance(found, Prediction) else None
-    if is_number(stated) and (predicted is None or abs(stated / predicted - 1) > PREDICTION_ERROR):
-        yield f"prediction.output_tokens_per_second {stated}, {QUALIFICATION} gives {predicted}"
-    rate = run.result.get("output_tokens_per_second")
-    if not predicted or not math.isfinite(predicted) or not is_number(rate):
-        return
-    if not SLOW_RATIO <= rate / predicted <= IMPOSSIBLE_RATIO:
-        yield Doubt(agreement(rate, predicted))

@@ -16,7 +16,7 @@ from megatoken.errors import ExitCode, UsageError
 
 def qualify(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Run the quick set: under a minute on an idle machine. The default.")
+        bool, typer.Option("--quick", help="Run the quick set: about a minute on an idle machine. The default.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Run all tests, longer: a few minutes.")] = False,
     tests: Annotated[str | None, flag("NAME,...", "Run only these tests, and the facts that they need.")] = None,
@@ -70,16 +70,6 @@ def qualify(
         )
     if quick and full:
         raise UsageError("--quick and --full: give one of them")
-    if of is None and rack is None:
-        start_server()  # it loads PyTorch while this process loads what judges and reports
-    from megatoken.analysis.qualify_comparison import compare_with, table_of
-    from megatoken.rack.qualify import qualify_rack
-    from megatoken.report import check_place, write_document
-    from megatoken.report.console import show
-    from megatoken.report.documents import checked
-    from megatoken.report.earlier import Earlier, set_aside
-    from megatoken.report.views import document_view
-
     device = device_here()
     names = [name.strip() for name in tests.split(",")] if tests is not None else []
     chosen = choose(TESTS[device], names, full=full)
@@ -93,6 +83,16 @@ def qualify(
         out = out / "qualify.json"
     if baseline is not None and baseline.resolve() == out.resolve():
         raise UsageError(f"--baseline {baseline}: the new result would replace it; give another file with --out")
+    if of is None and rack is None:
+        start_server()  # it loads PyTorch while this process loads what judges and reports
+    from megatoken.analysis.qualify_comparison import compare_with, table_of
+    from megatoken.rack.qualify import qualify_rack
+    from megatoken.report import check_place, write_document
+    from megatoken.report.console import show
+    from megatoken.report.documents import checked
+    from megatoken.report.earlier import Earlier, set_aside
+    from megatoken.report.views import document_view
+
     check_place(out, "qualify")
     if compare is not None:
         table_of(compare)

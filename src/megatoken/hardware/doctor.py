@@ -124,7 +124,7 @@ def _governor() -> Finding:
     code = "cpu_governor"
     governors = [file.read_text().strip() for file in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")]
     if not governors:
-        return ok(code, "the system does not let the clock be governed (usual in virtual machines)")
+        return ok(code, "no CPU frequency governor (usual in virtual machines)")
     slow = [one for one in governors if one != "performance"]
     if not slow:
         return ok(code, "all cores use the governor performance")

@@ -11,17 +11,7 @@ import torch
 
 from megatoken.errors import CapacityError
 from megatoken.hardware.core_wait import CoreWait
-from megatoken.hardware.qualify import cpu_tests
-from megatoken.hardware.qualify.exact import (
-    CHUNK_WORDS,
-    different_elements,
-    digest_of,
-    fill_pattern,
-    repeated_products,
-    small_integers,
-    wrong_rows,
-    wrong_words,
-)
+from megatoken.hardware.qualify import cpu_tests, exact
 from megatoken.hardware.qualify.host_tests import disk
 from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
@@ -81,7 +71,7 @@ def digest_by_gpu(setting: Setting) -> Outcomes:
     product = (left @ right).bfloat16()
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         product.view(torch.int16)[3, 7] ^= 1
-    yield digest_of(product, "bf16")
+    yield exact.digest_of(product, "bf16")
 
 
 def together(setting: Setting) -> Outcomes:
@@ -148,44 +138,58 @@ def crash(setting: Setting) -> Outcomes:
 
 
 def flipped_product(setting: Setting) -> Outcomes:
-    """A product of whole numbers with one wrong bit in one element."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (small_integers(64, 64, generator, torch.device("cpu")) for _ in range(2))
-    c = a @ b
-    c.view(torch.int32)[17, 5] ^= 1 << 23
-    yield Value("exact", "Product of whole numbers", "wrong", [wrong_rows(a, b, c, generator)], "zero")
+    """One wrong bit in each product of one depth, of whole numbers."""
+    multiply = torch.mm
+
+    def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result = multiply(a, b)
+        if len(b) == exact.DEPTH:
+            result.view(torch.int32)[17, 5] ^= 1 << 23
+        return result
+
+    torch.mm = wrong  # type: ignore[assignment]
+    yield from exact.on_cpu(setting)
 
 
 def flipped_repeat(setting: Setting) -> Outcomes:
-    """A product whose last bit differs once."""
-    results = iter([torch.ones(8), *(torch.ones(8) for _ in range(setting.repeats - 1)), torch.ones(8)])
+    """The last bit of one element differs in one of several products of the same random numbers."""
+    multiply, calls = torch.mm, [0]
 
-    def product() -> torch.Tensor:
-        result = next(results)
-        product.calls += 1  # type: ignore[attr-defined]
-        if product.calls == 3:  # type: ignore[attr-defined]
-            result.view(torch.int32)[2] ^= 1
+    def wrong_once(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result = multiply(a, b)
+        if len(b) != exact.DEPTH:
+            calls[0] += 1
+            if calls[0] == 3:
+                result.view(torch.int32)[2, 3] ^= 1
         return result
 
-    product.calls = 0  # type: ignore[attr-defined]
-    yield repeated_products(product, "fp32", setting)
+    torch.mm = wrong_once  # type: ignore[assignment]
+    yield from exact.on_cpu(setting)
 
 
 def flipped_memory(setting: Setting) -> Outcomes:
-    """Memory in which one bit changes between writing and reading."""
-    words = CHUNK_WORDS["cpu"]
-    buffer = torch.empty(2 * words + 5, dtype=torch.int32)
-    fill_pattern(buffer, 7)
-    buffer[words + 1234] ^= 1 << 30
-    yield Value("memory_pattern", "Pattern", "wrong", [wrong_words(buffer, 7)], "zero")
+    """One bit of memory changes after it was written."""
+    fill = exact.fill_pattern
+
+    def fill_and_flip(buffer: torch.Tensor, seed: int) -> None:
+        fill(buffer, seed)
+        buffer[12_345] ^= 1 << 30
+
+    exact.fill_pattern = fill_and_flip
+    yield from exact.on_cpu(setting)
 
 
-def flipped_copy(setting: Setting) -> Outcomes:
-    """A copy with one wrong bit, which makes a number into the other zero."""
-    source = torch.zeros(100)
-    copy = source.clone()
-    copy[3] = -0.0
-    yield Value("copy_errors", "Copy", "wrong", [different_elements(source, copy)], "zero")
+def flipped_inverse(setting: Setting) -> Outcomes:
+    """One cell of memory keeps its bit when all are inverted."""
+    count = exact.wrong_words
+
+    def keep_and_count(buffer: torch.Tensor, seed: int, *, inverted: bool = False) -> int:
+        if inverted:
+            buffer[777] ^= 1
+        return count(buffer, seed, inverted=inverted)
+
+    exact.wrong_words = keep_and_count
+    yield from exact.on_cpu(setting)
 
 
 def slow_once(setting: Setting) -> Outcomes:

@@ -13,7 +13,7 @@ from megatoken.analysis.machine import rate_state, simulated_gpu
 from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.analysis.statistics import Samples
 from megatoken.analysis.sweep import SWEEP
-from megatoken.audit import replay, run_facts, run_rows
+from megatoken.audit import replay, run_facts, run_qualification, run_rows
 from megatoken.audit.checks.nodes import copied_runs
 from megatoken.audit.differences import differences
 from megatoken.audit.discovery import Tree, below, innermost
@@ -200,7 +200,7 @@ _CHECKS = (
     *(whole, interrupted, simulated, replay.metrics, run_facts.configuration, replay.notes, run_facts.memory),
     *(run_facts.times, healthy, run_facts.replicas_of_rack, loadgen, run_facts.counts, run_rows.latencies),
     *(run_rows.series, scores, compliance, end_tokens, run_facts.plan),
-    *(replay.verdict, replay.nodes, replay.far_clocks, run_facts.qualification),
+    *(replay.verdict, replay.nodes, replay.far_clocks, run_qualification.qualification),
 )
 
 
@@ -218,7 +218,7 @@ _OF_EVERY_RUN = (
 def _not_made(tree: Tree, path: str, files: Sequence[str]) -> Iterator[Observation]:
     """The checks that need every file of a run folder, unanswered where ``files`` are missing or damaged."""
     logged = (run_facts.counts, run_rows.latencies, run_rows.series) if below(path, LOG) in tree.files else ()
-    qualified = (run_facts.qualification,) if below(path, QUALIFICATION) in tree.files else ()
+    qualified = (run_qualification.qualification,) if below(path, QUALIFICATION) in tree.files else ()
     found = f"not checked, because files are missing or damaged: {', '.join(files)}"
     unanswered = outcome(None, WHOLE, found, places(*(below(path, name) for name in files)))
     for one in (*_OF_EVERY_RUN, *logged, *qualified):

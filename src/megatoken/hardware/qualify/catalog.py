@@ -124,8 +124,14 @@ FULL_LIMIT_FACTOR = 6
 def choose(tests: Sequence[HardwareTest], names: Sequence[str], *, full: bool) -> list[HardwareTest]:
     """The tests of a set that this machine has parts for, or those named and the facts. Raises UsageError."""
     known = [test.name for test in tests]
+    elsewhere = {test.name: device for device, of_device in TESTS.items() for test in of_device}
     for name in names:
+        if not name:
+            raise UsageError(f"--tests: a name is empty; known are {', '.join(known)}")
         if name not in known:
+            if device := elsewhere.get(name):
+                where = "a GPU" if device == "gpu" else "a processor; hide the GPUs with CUDA_VISIBLE_DEVICES="
+                raise UsageError(f"--tests {name}: is a test of {where}; known here are {', '.join(known)}")
             meant = nearest(name, known)
             hint = f"did you mean {meant}? " if meant else ""
             raise UsageError(f"--tests {name}: unknown test; {hint}known are {', '.join(known)}")

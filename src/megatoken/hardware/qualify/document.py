@@ -11,7 +11,8 @@ from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
 from megatoken.hardware.qualify.judge import IMPOSSIBLE_SHARE, Verdict, graded, overall, verdict_of_test, waited
-from megatoken.hardware.qualify.values import NOISY_DRIFT, NOISY_SPREAD, SPEEDS, Value
+from megatoken.hardware.qualify.values import COUNTS, NOISY_DRIFT, NOISY_SPREAD, SPEEDS, Value
+from megatoken.hardware.specification import part_name
 from megatoken.text import is_number, number
 
 KIND, SCHEMA_VERSION = "qualify", 1
@@ -90,7 +91,7 @@ def _damage(document: Mapping[str, Any]) -> str | None:
                 or _damage_of_speed(value)
             ) is not None:
                 return f"tests[{place}]: values[{index}]: {problem}"
-            if value["name"] == CORE_CLOCK and device in gpus():
+            if value["name"] == CORE_CLOCK and part_name(device) in gpus():
                 return f"device is the GPU {device}, but tests[{place}]: values[{index}] is a processor's {CORE_CLOCK}"
         if (verdict := verdict_of_test(test)) != test.get("verdict"):
             return f"tests[{place}]: verdict is {test.get('verdict')!r:.80}, but its values give {verdict}"
@@ -117,8 +118,8 @@ def _damage_of_value(value: Mapping[str, Any]) -> str | None:
         return "windows is not a list of numbers"
     if value.get("better", SPEEDS[0]) in SPEEDS and median <= 0:
         return f"median is {median}, which no speed is"
-    if None in windows:  # what was not finite is stored as null
-        return None
+    if None in windows:  # what was not finite is stored as null, and then the median is
+        return f"median is {median}, but windows has null"
     whole = Value(value["name"], "", "", windows)
     for name in ("median", "spread", "drift"):
         stored, computed = value.get(name), getattr(whole, name)
@@ -128,17 +129,17 @@ def _damage_of_value(value: Mapping[str, Any]) -> str | None:
 
 
 def _damage_of_count(value: Mapping[str, Any], *, of_parts: bool) -> str | None:
-    """What is wrong with the verdict on a count of errors, of which a single one fails.
+    """What is wrong with the verdict on a count of errors: a single one fails, and a rare one is MARGINAL.
 
     ``of_parts``: the value is of a test that compares like parts, where slow ones may be MARGINAL.
     """
-    windows = value.get("windows")
-    if value.get("better") != "zero" or not isinstance(windows, list):
+    windows, better = value.get("windows"), value.get("better")
+    if better not in COUNTS or not isinstance(windows, list):
         return None
     known = [one for one in windows if is_number(one)]
-    fitting = [Verdict.FAIL, Verdict.MARGINAL] if of_parts and value["name"].startswith("slow_") else [Verdict.FAIL]
-    if max(known, default=0) > 0 and value["verdict"] not in fitting:
-        return f"verdict is {value['verdict']}, but windows counts {max(known)} where any error is a FAIL"
+    least = Verdict.MARGINAL if better == "rare" or (of_parts and value["name"].startswith("slow_")) else Verdict.FAIL
+    if max(known, default=0) > 0 and value["verdict"] not in (least, Verdict.FAIL):
+        return f"verdict is {value['verdict']}, but windows counts {max(known)} where any error is a {least}"
     return None
 
 
@@ -152,7 +153,7 @@ def _damage_of_speed(value: Mapping[str, Any]) -> str | None:
     if steady and (unsteady or waited(value.get("core_wait_share"))):
         return "noisy is False, but its windows or its waits for cores are"
     bound = value.get("bound")
-    if isinstance(bound, Mapping) and bound.get("certain") and is_number(most := bound.get("value")):
+    if isinstance(bound, Mapping) and bound.get("certain") and is_number(most := bound.get("value")) and most > 0:
         share = most / median if better == "lower" else median / most
         if share > IMPOSSIBLE_SHARE:
             return f"verdict is {verdict}, but {median} is {share:.0%} of its bound, which is a FAIL"

@@ -75,7 +75,9 @@ def copies(setting: Setting) -> Outcomes:
     speed = Value("copy_both_ways", "Copies in both directions at once", "GB/s", windows, bound=both)
     yield replace(speed, better="", note=SHARED_MEMORY) if virtual else speed
     if missing is not None:
-        yield Value("generations_missing", "PCIe generations that copies do not use", "generations", [missing], "rare")
+        yield Value(
+            "generations_missing", "PCIe generations below the highest, during copies", "generations", [missing], "rare"
+        )
     for copied in (back, host_back.to(DEVICE)):
         wrong += different_elements(on_gpu.view(torch.int32), copied.view(torch.int32))
     yield Value("copy_errors", "Data after all copies", "wrong", [wrong], better="zero")

@@ -34,7 +34,7 @@ MEANING = {
     "PASS": "no value failed",
     "MARGINAL": "worse than a reference, but not certainly a fault",
     "FAIL": "a fault was found",
-    "NO REFERENCE": "no speed could be judged; a complete file of this machine, idle, serves as the --baseline",
+    "NO REFERENCE": "no speed could be judged; keep a complete file of the idle machine as a --baseline",
     "NOT RUN": "a test did not run, or not to its end",
 }
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
