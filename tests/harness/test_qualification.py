@@ -83,16 +83,17 @@ def test_the_run_folder_keeps_the_qualification_and_the_rate_that_it_predicts(tm
     severity, _ = _audited(tmp_path)
     assert severity in ("pass", "warn")  # a busy machine is slower than it should be
     other_cpu = document["machine"] | {"cpu": document["machine"]["cpu"] | {"model": "Other"}}
-    memory = document["tests"][1]
+    tests = document["tests"]
+    memory = tests[1]
     faster = [memory["values"][0] | {"median": 1e3, "spread": 0.0, "drift": 0.0, "windows": [1e3], "bound": None}]
-    twice = [document["tests"][0], memory | {"values": [*faster, *memory["values"][1:]]}, document["tests"][2]]
+    twice = [tests[0], memory | {"values": [*faster, *memory["values"][1:]]}, tests[2]]
     for edit, words in (
         ({"device": "another"}, "qualification.device "),
         ({"created_at": "2020-01-01T00:00:00Z"}, "s before the run"),
         ({"machine": other_cpu}, "is of another machine: cpu "),
         ({"tests": None}, "tests is not a list"),
         ({"tests": twice}, "peaks.memory_bytes_per_second "),
-        ({"tests": document["tests"][::2]}, "peaks.memory_bytes_per_second "),
+        ({"tests": tests[::2]}, "peaks.memory_bytes_per_second "),
     ):
         (folder / "qualify.json").write_text(json.dumps(document | edit))
         severity, found = _audited(tmp_path)
@@ -100,18 +101,21 @@ def test_the_run_folder_keeps_the_qualification_and_the_rate_that_it_predicts(tm
         assert words in found
     (folder / "qualify.json").unlink()
     assert _audited(tmp_path)[0] == "fail"
-    for kept, answered in ((result | {"prediction": {}}, "prediction.output_tokens_per_second None"), (result, "")):
-        said = kept["qualification"] | ({} if answered else {"answer": ["All is well."]})
-        (folder / "result.json").write_text(json.dumps(kept | {"qualification": said}))
-        (folder / "qualify.json").write_text(json.dumps(document | {"answer": said["answer"]}))
+    faulty = [test | ({"fault": "it crashed", "verdict": "FAIL"} if test["name"] == "memory" else {}) for test in tests]
+    failed = {"tests": faulty, "verdict": "FAIL"}
+    failed["answer"] = answer(document | failed)
+    for of_result, of_file, expected, words in (
+        ({"prediction": {}}, {}, "fail", "prediction.output_tokens_per_second None"),
+        ({}, {"answer": ["All is well."]}, "warn", "says 'All is well.', which does not follow from its values"),
+        ({}, failed, "warn", "the machine failed its qualification: 1 fault found: Memory (it crashed)"),
+    ):
+        stored = document | of_file
+        said = {name: stored[name] for name in result["qualification"]}
+        (folder / "result.json").write_text(json.dumps(result | {"qualification": said} | of_result))
+        (folder / "qualify.json").write_text(json.dumps(stored))
         severity, found = _audited(tmp_path)
-        assert (
-            severity,
-            (answered or "qualify.json says 'All is well.', which does not follow from its values") in found,
-        ) == (
-            "fail" if answered else "warn",
-            True,
-        )
+        assert severity == expected
+        assert words in found
 
 
 def _audited(folder: Path) -> tuple[str, str]:
