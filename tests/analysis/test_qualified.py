@@ -246,7 +246,7 @@ TEST = {"name": "kernels", "title": "Kernels", "verdict": "PASS", "runs": 1}
         ),
         ({"value": {"better": "zero"}}, "tests[0]: values[0]: verdict is PASS, but windows counts 2.0 where any error"),
         ({"value": {"better": "rare"}}, "windows counts 2.0 where any error is a MARGINAL"),
-        ({"value": {"windows": [None]}}, "tests[0]: values[0]: median is 2.0, but windows has null"),
+        ({"value": {"windows": [None]}}, "tests[0]: values[0]: verdict is PASS, but windows has null, which is a FAIL"),
         (
             {"tests": [TEST | {"verdict": "NOT RUN", "values": []}] * 2},
             "tests[1]: name is 'kernels', which an earlier test has",

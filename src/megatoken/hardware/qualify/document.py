@@ -111,15 +111,16 @@ def _damage_of_value(value: Mapping[str, Any]) -> str | None:
     for name in ("median", "spread", "drift", "core_wait_share"):
         if not _number_or_none(value.get(name)):
             return f"{name} is not a number"
-    if (median := value.get("median")) is None:
-        return None
     windows = value.get("windows")
+    lost = isinstance(windows, list) and None in windows  # what was not finite is stored as null
+    if lost and value["verdict"] != Verdict.FAIL:
+        return f"verdict is {value['verdict']}, but windows has null, which is a FAIL"
+    if lost or (median := value.get("median")) is None:
+        return None
     if not isinstance(windows, list) or not all(map(_number_or_none, windows)):
         return "windows is not a list of numbers"
     if value.get("better", SPEEDS[0]) in SPEEDS and median <= 0:
         return f"median is {median}, which no speed is"
-    if None in windows:  # what was not finite is stored as null, and then the median is
-        return f"median is {median}, but windows has null"
     whole = Value(value["name"], "", "", windows)
     for name in ("median", "spread", "drift"):
         stored, computed = value.get(name), getattr(whole, name)
@@ -176,7 +177,7 @@ def _limits(value: Mapping[str, Any], better: str) -> dict[str, float]:
     if isinstance(band, Mapping) and is_number(limit := band.get("highest" if lower else "lowest")):
         limits["band"] = limit
     before, allowed = value.get("baseline"), value.get("tolerance")
-    # Without a reference although there is a baseline: the baseline waited for cores.
+    # Older versions state what is allowed also where the baseline waited for cores, and then is no reference.
     if is_number(before) and is_number(allowed) and value["verdict"] != Verdict.NO_REFERENCE:
         limits["baseline"] = before * (1 + allowed if lower else 1 - allowed)
     return limits

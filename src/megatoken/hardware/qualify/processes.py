@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import forkserver, get_context, resource_tracker
@@ -54,11 +56,17 @@ class Ended:
 def start_server() -> None:
     """Start the process that others are forked from, unless it runs: it loads PyTorch while the caller goes on."""
     get_context("forkserver").set_forkserver_preload(PRELOADED)
-    # Ctrl-C also reaches the server, which would print a traceback while it loads PyTorch: it inherits the block.
     resource_tracker.ensure_running()  # its start would end the block
+    # Ctrl-C also reaches the server, which would print a traceback while it loads PyTorch: it inherits the block.
+    with _ctrl_c_later():
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _ctrl_c_later() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -74,7 +82,8 @@ def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float, gpu: s
     context = get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(test, setting, limit_seconds, theirs, gpu), daemon=True)
-    process.start()
+    with _ctrl_c_later():  # a process that gets half of what it is sent prints a traceback
+        process.start()
     began = time.monotonic()  # the first start waits until the server has loaded PyTorch
     starved = CoreWait(process.pid)
     theirs.close()

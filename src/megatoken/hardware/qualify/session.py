@@ -271,7 +271,7 @@ def _value_entry(
         taken_share=taken,
     )
     allowed = None
-    if before and outcome.windows and outcome.better in SPEEDS:
+    if before and not before.waited and outcome.windows and outcome.better in SPEEDS:
         allowed = tolerance(outcome, before, between_runs)
     bound = outcome.bound
     return entry | {
