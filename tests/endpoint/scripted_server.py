@@ -51,6 +51,8 @@ class Server:
     sent_ns: dict[str, list[int]] = field(default_factory=dict)  # times of frames with text, by prompt
     starts_at: float = 0.0  # monotonic seconds; until then it answers 503
     refuses_with: int = 0  # status of the answer to every prompt; 0: it answers
+    closes: bool = False  # the connection, on every prompt
+    hangs: bool = False  # on every prompt
     open: int = 0  # answers under way
     most_open: int = 0
     stop: Callable[[], None] = lambda: None
@@ -81,6 +83,10 @@ class Server:
                     text = b'vllm:num_requests_running{model_name="m"} 3.0\nvllm:num_requests_waiting 2\n'
                     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n"
                     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(text) + text)
+                    writer.close()
+                    return
+                elif self.closes or self.hangs:
+                    await asyncio.sleep(60 * self.hangs)
                     writer.close()
                     return
                 elif self.refuses_with:

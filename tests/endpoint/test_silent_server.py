@@ -33,6 +33,29 @@ def test_a_question_before_the_run_says_for_how_long_it_has_no_answer(
     assert f"asking {address}, at most 3.5 s: no answer for 3 s  1 in flight" in err
 
 
+@pytest.mark.parametrize("command", [("run", "--scenario", "server", "--rate", 5), ("sweep", "--concurrency", 2)])
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ({"refuses_with": 500}, "HTTP 500: not this time"),
+        ({"closes": True}, "no answer to a prompt (Remote end closed connection without response)"),
+        ({"hangs": True}, "no answer to a prompt (timed out after 1 s; raise --endpoint.timeout_seconds)"),
+    ],
+)
+def test_a_server_that_answers_no_prompt_ends_the_command_as_a_failed_one(
+    tmp_path: Path, command: tuple[object, ...], failure: dict[str, int], said: str
+) -> None:
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "quick", "max_tokens": 8})
+    with scripted_server() as server:
+        for name, value in failure.items():
+            setattr(server, name, value)
+        code, _, err = call_here(
+            *(*command, "--endpoint", server.url, "--prompts", prompts, "--out", tmp_path / "runs"),
+            *("--endpoint.timeout_seconds", 1, "--endpoint.processes", 1),
+        )
+    assert code == 1 and err.endswith(f"megatoken: --endpoint {server.url}: {said}\n"), err
+
+
 @pytest.mark.parametrize(
     ("command", "in_flight"),
     [

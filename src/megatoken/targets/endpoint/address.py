@@ -84,14 +84,19 @@ class Address:
 class AnswerError(MegatokenError):
     """A server gave another answer than was asked for."""
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, *, to_prompt: bool = False) -> None:
+        """``status``: of the answer, None without one; ``to_prompt``: it did not answer a prompt."""
         super().__init__(message)
         self.status = status
+        self._to_prompt = to_prompt
 
     def ends_command(self, advice: str = "") -> MegatokenError:
-        """The error to end with: of the server if it failed (HTTP 5xx), else of the address, key or model given."""
+        """The error to end with: of the server if it failed, else of the address, key or model given.
+
+        It failed with HTTP 5xx, or if it did not answer a prompt: before the first one, it has said what it serves.
+        """
         failed = self.status is not None and self.status >= 500 and self.status not in _NO_API
-        kind = MegatokenError if failed else UsageError
+        kind = MegatokenError if failed or self._to_prompt else UsageError
         return kind(f"--endpoint {self}{advice}")
 
 
@@ -137,7 +142,7 @@ def ask(
         key: API key.
         tls: how its certificate is checked; None for plain HTTP.
         seconds: longest time without a byte.
-        body: to post; None: GET.
+        body: a prompt to post; None: GET.
         setting: that ``seconds`` is of, if a user can raise it.
 
     Raises:
@@ -160,6 +165,8 @@ def ask(
         why = cause_of(error)
         if isinstance(error, TimeoutError):
             why = f"timed out after {timeout:g} s{f'; raise --{setting}' if setting else ''}"
+        if body is not None:  # its address and scheme are right
+            raise AnswerError(f"{address.url}: no answer to a prompt ({why})", to_prompt=True) from None
         raise AnswerError(f"{address.url}: no answer ({why}{_scheme_hint(error, tls)})") from None
     finally:
         connection.close()
