@@ -185,6 +185,8 @@ def test_a_file_without_the_tests_that_a_prediction_needs_names_them(
 
 def test_a_plan_says_what_is_wrong_with_the_values_that_it_uses(tmp_path: Path) -> None:
     sound = document("A processor, 2 cores", CPU_VALUES | {"memory_read": 20.0})
+    by_itself, _ = planned(tmp_path, sound)
+    assert by_itself["title"].startswith("125m in fp32 on A processor, 2 cores")
     plan, _ = planned(tmp_path, sound, "--model", "tiny")
     assert not any("qualify.json" in note for note in plan["notes"])
     measured = {value["name"]: value for value in sound["tests"][0]["values"]}

@@ -292,7 +292,9 @@ def test_hovering_shows_the_values_of_every_panel_and_what_happened(visit, make_
     assert shown[0].startswith(("10 ", "9.9", "10.0")) and shown[0].endswith("seconds since the start")
     values = dict(line.split(": ", 1) for line in shown[1:-1])
     assert float(values["output tokens each second"].split()[0]) == pytest.approx(104, rel=0.01)
-    assert set(values) == {"output tokens each second", "median of a group", "highest of a group"}
+    latencies = ("Time to first token", "Time per output token")
+    groups = {f"{one}, {which} of a group" for one in latencies for which in ("median", "highest")}
+    assert set(values) == {"output tokens each second", *groups}
     assert shown[-1] == "node-3 lost at 10.0 s"
     place = tip.bounding_box()
     assert place["x"] >= 0 and place["x"] + place["width"] <= SIZES[size][0]

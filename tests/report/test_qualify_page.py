@@ -171,7 +171,7 @@ def test_the_report_ends_with_the_command_that_predicts_a_rate(
     rates |= {"prompt_attention": (60.0, "GFLOP/s"), "rms_norm": (30.0, "GB/s"), "decode_step_tiny": (9.0, "ms")}
     values = document(CPU | rates, "Step", None) | {"machine": {"memory": {"available_bytes": 2**33}}}
     for value in values["tests"][0]["values"]:
-        value["windows"] = [value["median"]]
+        value |= {"windows": [value["median"]], "spread": 0.0, "band": {"lowest": 1.0, "highest": 1e3, "sources": []}}
     file = tmp_path / "my results" / "qualify.json"
     file.parent.mkdir()
     file.write_text(json.dumps(values))

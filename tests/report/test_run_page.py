@@ -335,7 +335,7 @@ def test_latencies_stand_below_the_throughput_each_on_its_own_axis(make_run):
     legend = [words(item) for item in chart.find("ul").findall("li")]
     assert "This run's limits, 15 s" in legend and "This run's limits, 200 ms, beyond the axis" in legend
     heads = [words(head) for head in chart.iter("th") if head.get("scope") == "col"]
-    assert heads[2:4] == ["median of a group s", "highest of a group s"]
+    assert heads[2:4] == ["Time to first token, median of a group s", "Time to first token, highest of a group s"]
     assert titles(next(page_of(make_run()).iter("figure"))) == ["Output, tokens/s", "Time per output token, ms"]
 
 

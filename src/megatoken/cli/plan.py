@@ -119,7 +119,9 @@ def throughput(
     machine: Annotated[
         Path | None, flag("FILE", "qualify.json of a machine, a CPU too: predict from its measurements.")
     ] = None,
-    model: Annotated[str, flag("SHAPE", "Named model shape.")] = "llama2-70b",
+    model: Annotated[
+        str | None, flag("SHAPE", "Named model shape. Default: llama2-70b; 125m with a processor's --machine.")
+    ] = None,
     precision: Annotated[
         str | None,
         flag(
@@ -152,6 +154,8 @@ def throughput(
     measured = None if machine is None else read_machine(machine)
     if precision is None:
         precision = "fp8" if measured is None or not measured.precisions else measured.precisions[0]
+    if model is None:
+        model = "125m" if measured is not None and measured.gpu is None else "llama2-70b"
     simulated_gpu = {} if gpu is None else {"rack.simulated_gpu": gpu}
     flags = {"precision": precision, **simulated_gpu, **ctx.meta[FLAGS]}
     config = load_run_config(None, flags, rack="auto" if gpu else None)

@@ -110,8 +110,8 @@ def _latency_panels(samples: Samples, limits: Sequence[Limits], *, offline: bool
                     beyond.append(f"{name}, {text}, beyond the axis")
         yield Panel(
             unit,
-            [Line("median of a group", x, np.array([float(np.median(group)) for _, group in groups])),
-             Line("highest of a group", x, highest)],
+            [Line(f"{title}, median of a group", x, np.array([float(np.median(group)) for _, group in groups])),
+             Line(f"{title}, highest of a group", x, highest)],
             drawn,
             title=f"{title}, {unit}",
             beyond=beyond,
