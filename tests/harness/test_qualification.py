@@ -106,7 +106,7 @@ def test_the_run_folder_keeps_the_qualification_and_the_rate_that_it_predicts(tm
     failed["answer"] = answer(document | failed)
     for of_result, of_file, expected, words in (
         ({"prediction": {}}, {}, "fail", "prediction.output_tokens_per_second None"),
-        ({}, {"answer": ["All is well."]}, "warn", "says 'All is well.', which does not follow from its values"),
+        ({}, {"answer": ["All is well."]}, "warn", "says 'All is well.', and its values give another sentence"),
         ({}, failed, "warn", "the machine failed its qualification: 1 fault found: Memory (it crashed)"),
     ):
         stored = document | of_file

@@ -74,8 +74,10 @@ def diagnosis(path: Path) -> dict[str, Any]:
 
 
 def _verdict(run: Run) -> Iterator[Finding]:
-    """Why a run is INVALID, but for what is a finding of its own."""
+    """Why a run is INVALID, without the reasons that have a finding of their own."""
     said = [one["message"].rstrip(".") for one in run.reasons if one["code"] not in (LOADGEN, *CLIENT)]
+    if not said and not any(one["code"] in CLIENT for one in run.reasons):
+        said = [one["message"].rstrip(".") for one in run.reasons]
     if run.verdict == Verdict.INVALID and said:
         command = "megatoken report RUN, for the values found and required"
         yield fix("verdict", f"the run is INVALID: {'. '.join(said)}", command)
@@ -178,7 +180,7 @@ def _batches(run: Run) -> Iterator[Finding]:
             "pages", message, "more --engine.memory_bytes, --precision fp8, a smaller --engine.max_length, or more GPUs"
         )
     elif any(one["code"] in CLIENT for one in (*run.reasons, *run.doubts)):
-        pass  # samples that came late say nothing of the load that was asked for
+        pass  # samples that came late say nothing about the requested load
     elif queued < SMALL_SHARE and most and mean < SMALL_SHARE * most:
         message = (
             f"a batch had {mean:.3g} of {most:.0f} sequences, and no request waited in {1 - queued:.0%} of the"

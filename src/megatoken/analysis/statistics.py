@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PERCENTILES = (50, 90, 95, 99)
 PERCENTILE_METHOD = "exact, from every raw value, linear interpolation between the two nearest"
-ONE_PIECE_SECONDS = 1e-6  # per output token, which no model is as fast as: frames of one read are 1 ns apart
+ONE_PIECE_SECONDS = 1e-6  # per output token, no model is this fast: frames of one read are 1 ns apart
 WHOLE_SHARE = (
     0.01  # of the answers of several tokens: if more came in one piece, their times per output token are unknown
 )

@@ -68,7 +68,8 @@ def qualification(folder: RunFolder) -> Iterator[str]:
         yield from _rate(folder, document)
     if (given := _answer(document)) != (said := document.get("answer")):
         other = next((one for one in said if one not in given), said) if isinstance(said, list) else said
-        yield Doubt(f"{QUALIFICATION} says {other!r:.200}, which does not follow from its values")
+        why = "an older version may have worded it or counted in another way"
+        yield Doubt(f"{QUALIFICATION} says {other!r:.200}, and its values give another sentence: {why}")
 
 
 def _answer(document: Mapping[str, Any]) -> list[str]:
@@ -80,7 +81,7 @@ def _answer(document: Mapping[str, Any]) -> list[str]:
 
 
 def _rate(folder: RunFolder, document: Mapping[str, Any]) -> Iterator[str]:
-    """What the run says otherwise of the machine's rates than the values give, and of the rate that they predict."""
+    """Peaks and predictions in the run that are not those computed from the values, and a rate far from predicted."""
     run = folder.run
     machine = machine_of(document, QUALIFICATION)
     found = predict_run(machine, run.result, run.config, run.requests)

@@ -162,7 +162,7 @@ class _Prober:
 
 
 def _failure(run: Run) -> tuple[str | None, bool, float]:
-    """How the samples of a probe failed or were empty, None if none did; False if none was served; the failed share."""
+    """How samples of a probe failed or were empty (None if none did), whether any was served, and the failed share."""
     rows = run.requests.select(["error", "first_token_seconds", "last_token_seconds"]).to_pylist()
     errors = Counter(row["error"] for row in rows if row["error"] is not None)
     served = sum(row["error"] is None and row["first_token_seconds"] is not None for row in rows)

@@ -71,11 +71,12 @@ class Progress:
         self._write(text)
 
     def waiting(self, text: str, in_flight: int, silent_seconds: float) -> None:
-        """Shows ``text``, and how long no request of those in flight has been answered; to be called once a second."""
+        """Shows ``text`` and how long no request of those in flight has been answered; to be called once a second.
+
+        Before ``SILENT_SECONDS`` the line keeps the stage.
+        """
         if silent_seconds >= SILENT_SECONDS and self._due():
             self._write(f"{text}: {_silence(in_flight, silent_seconds)}")
-        elif self._terminal:
-            self._write(text)
 
     def note(self, text: str) -> None:
         """Writes a message that stays on the screen."""

@@ -23,8 +23,8 @@ LIVES_OF_A_PROBE = 3.0  # lives of the median sample: the load is full only afte
 # Codes of a try whose client was the limit, and those that say no more than that the measurement itself is in doubt.
 OF_CLIENT = {"CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG"}
 OF_MEASUREMENT = OF_CLIENT | {"LOADGEN_DISAGREES", "WALL_CLOCK"}
-# Samples fail whatever the rate where no smaller share of them fails at about half of a rate, and the server has shown
-# that it serves so many: a server that cannot keep up would serve all of them.
+# Load is not what makes samples fail where at least ``ALIKE`` of the share that fails at one rate fails at a much lower
+# one too: at most ``LOWER`` of it, and at most what the server served there. One that cannot keep up would serve all.
 LOWER, ALIKE = 0.55, 0.75
 LONGER = 2.0  # factor, at least, by which a probe that was too short is repeated: a growing queue lengthens lives too
 
@@ -177,8 +177,8 @@ class RateFinder:
             if tried.full_length and self.found == tried.rate:
                 confirmed = outcome.name
             if (alike := self._failed_alike(tried, outcome)) is not None:
-                before = f"at {precise(alike[0])} samples/s {100 * alike[1]:.2g} % failed"
-                self._why_ended = f"{self._failure}; {before}, so a lower rate does not help: look at the server"
+                before = f"at {precise(alike[0])} samples/s {precise(100 * alike[1])} % failed too"
+                self._why_ended = f"{self._failure}; {before}, so load is not the cause: look at the server"
                 break
         else:
             self._why_ended = None if self.found else self._failure or self._unmet
@@ -205,7 +205,7 @@ class RateFinder:
                 if tried.rate <= min((one["samples_per_second"] for one in self.probes), default=math.inf):
                     where = f"even {where}, the lowest rate tried,"
                 return (
-                    f"{where} the p99 of {name} was {precise(1000 * found)} ms, its limit is {precise(1000 * limit)} ms"
+                    f"{where} the p99 of {name} was {precise(1000 * found)} ms; the limit is {precise(1000 * limit)} ms"
                 )
         return None
 
