@@ -35,6 +35,7 @@ def make_run(tmp_path) -> Callable[..., Run]:
         samples: int = 1000,
         input_tokens: int = 200,
         output_tokens: int = 101,
+        token_seconds: float = 0.05,
         slow: int = 0,
         failed: int = 0,
         watts: float | None = None,
@@ -57,7 +58,7 @@ def make_run(tmp_path) -> Callable[..., Run]:
             due = 0.0 if scenario == "offline" else number * 0.1
             start = number * 0.1
             first = start + (3.0 if number < slow else 0.5)
-            last = first + (output_tokens - 1) * 0.05
+            last = first + (output_tokens - 1) * token_seconds
             broken = number >= samples - failed
             row = SampleRow(
                 number, number, due, due, first, None if broken else last, input_tokens, output_tokens,

@@ -51,6 +51,15 @@ def test_offline_has_no_time_to_first_token(make_run):
     assert judge_run(make_run(scenario="offline", name="slow"), ServiceLevel(2.0, 0.049)).kept is False
 
 
+@pytest.mark.parametrize("scenario", ["server", "offline"])
+def test_answers_in_one_piece_do_not_show_whether_the_level_was_kept(make_run, scenario):
+    verdict = judge_run(make_run(token_seconds=1e-9, scenario=scenario), LEVEL)
+    assert verdict.kept is None and "came in one piece" in verdict.why
+    assert (verdict.good_share, verdict.bound_output_tokens_per_second, verdict.tpot_p99_seconds) == (None, None, None)
+    late = judge_run(make_run(token_seconds=1e-9, scenario=scenario, slow=11, name="late"), LEVEL)
+    assert late.kept is (False if scenario == "server" else None) and "came in one piece" in late.why
+
+
 def test_plan_of_a_run_that_kept_the_level(make_run, assumptions):
     run = make_run()
     plan = plan_capacity(from_runs([run], assumptions), load_profiles(), assumptions)

@@ -48,6 +48,11 @@ class Span:
     output_tokens: Floats
     seconds: float
 
+    @property
+    def tpot_unknown(self) -> bool:
+        """Whether so many of its answers came in one piece that they show no time per output token."""
+        return bool(self.samples.only(self.due).in_one_piece.any())
+
     @classmethod
     def of(cls, samples: Samples, tokens: SeenTokens, start: float, end: float) -> Span:
         """From ``start`` until before ``end``."""

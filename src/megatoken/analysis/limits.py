@@ -37,6 +37,7 @@ _UNITS = {"output_tokens_per_second": "tokens/s", "samples_per_second": "samples
 DOLLARS = "dollars_per_request"
 SHORTCUTS = {"ttft_limit_seconds": "ttft_seconds.p99", "tpot_limit_seconds": "tpot_seconds.p99"}  # older keys
 SECONDS_PER_HOUR = 3600.0
+WHY_TPOT_UNKNOWN = "answers of several tokens came in one piece, so the times between them are unknown"
 
 
 class Answer(StrEnum):
@@ -209,8 +210,9 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
         "ttft_seconds": np.where(begun, inside.ttft, np.inf),
     }
     if inside.in_one_piece.any():
-        why = "answers of several tokens came in one piece, so the times between them are unknown"
-        latencies |= {"tpot_seconds": why} if gaps is None else {"tpot_seconds": why, "itl_seconds": why}
+        latencies |= dict.fromkeys(
+            ("tpot_seconds",) if gaps is None else ("tpot_seconds", "itl_seconds"), WHY_TPOT_UNKNOWN
+        )
     until_cut: Mapping[str, Floats] = {}
     if inside.cut.any():
         until_cut = _latencies(tokens.until_cut(samples).only(counted), begun, gaps)

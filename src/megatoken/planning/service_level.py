@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatoken.analysis.goodput import Goodput, Span, counted_span, goodput
-from megatoken.analysis.limits import why_unjudged
+from megatoken.analysis.limits import WHY_TPOT_UNKNOWN, why_unjudged
 from megatoken.analysis.series import Floats
 from megatoken.analysis.statistics import Samples, leading_rates, samples_needed
 from megatoken.runs.run import Run
@@ -65,7 +65,8 @@ def judge(span: Span, level: ServiceLevel, *, offline: bool, rate: float) -> Ver
     """Whether the requests of a span kept ``level``; ``rate`` of output tokens stands for the run.
 
     In Offline all samples are due at once, so the time to first token does not apply: it is not judged, and ``kept`` is
-    None if the other limit was kept.
+    None if the other limit was kept. It is None, too, where answers came in one piece
+    and seem to have no time per output token, unless the others break the level.
     """
     good = goodput(span, ttft_seconds=None if offline else level.ttft_seconds, tpot_seconds=level.tpot_seconds)
     if good is None:
@@ -74,6 +75,9 @@ def judge(span: Span, level: ServiceLevel, *, offline: bool, rate: float) -> Ver
     tpot_mean, tpot_p99 = _mean_and_p99(done.known_tpot)
     ttft_mean, ttft_p99 = (None, None) if offline else _mean_and_p99(done.ttft)
     kept, why = _kept(good, offline, level)
+    if span.tpot_unknown:  # broken only if it is even where all of those answers are within the limit
+        kept, why = (False, f"{why}; {WHY_TPOT_UNKNOWN}") if kept is False else (None, WHY_TPOT_UNKNOWN)
+    shown = None if offline or (span.tpot_unknown and kept is None) else good
     return Verdict(
         kept=kept,
         why=why,
@@ -81,9 +85,9 @@ def judge(span: Span, level: ServiceLevel, *, offline: bool, rate: float) -> Ver
         tpot_mean_seconds=tpot_mean,
         ttft_p99_seconds=ttft_p99,
         tpot_p99_seconds=tpot_p99,
-        good_share=None if offline else good.share,
-        good_requests_per_second=None if offline else good.samples_per_second,
-        good_output_tokens_per_second=None if offline else rate * good.output_tokens_share,
+        good_share=shown.share if shown else None,
+        good_requests_per_second=shown.samples_per_second if shown else None,
+        good_output_tokens_per_second=rate * shown.output_tokens_share if shown else None,
         bound_output_tokens_per_second=rate if kept else None,
     )
 
