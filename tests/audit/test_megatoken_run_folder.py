@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -12,6 +13,7 @@ import yaml
 from cli_support import ENVIRONMENT, TIMEOUT_SECONDS, call_here
 from forks import forked
 from megatoken.analysis.stability import judge_soak
+from megatoken.analysis.statistics import percentiles
 from megatoken.analysis.summary import summarise_run
 from megatoken.audit import Severity, audit
 from megatoken.harness.result import lost_replicas
@@ -248,6 +250,22 @@ def test_a_run_that_lost_replicas_has_the_numbers_of_a_finished_one(tmp_path):
     folder.finish({"verdict": "DEGRADED", "reasons": [{"code": "LOST_REPLICAS", "message": "one"}]})
     assert json.loads((folder.path / "result.json").read_text())["steady_window_seconds"] is not None
     assert "run_folder.metrics" not in grave(folder.path)
+
+
+@pytest.mark.parametrize(("noted", "wrong"), [(False, 1.0), (False, 1.01), (True, 1.0)])
+def test_earlier_versions_counted_answers_in_one_piece(tmp_path, noted, wrong):
+    facts = {"notes": [{"code": "IN_ONE_PIECE", "message": "all", "answers": 9, "of": 9, "share": 1.0}] * noted}
+    folder = RunFolder.create(
+        tmp_path, "run", {}, {"hostname": "here"}, scenario="offline", summarise=summarise_run, facts=facts
+    )
+    folder.add_samples([SampleRow(n, n, 0.0, 0.0, 1.0, 1.0 + 4e-9, 4, 5, "length", "here") for n in range(9)])
+    folder.finish({"verdict": "MEASURED", "reasons": []})
+    path = folder.path / "result.json"
+    result = json.loads(path.read_text())
+    assert result["tpot_seconds"]["p50"] is None and "run_folder.metrics" not in grave(folder.path)
+    earlier = percentiles(np.full(9, wrong * 1e-9))
+    path.write_text(json.dumps({**result, "tpot_seconds": earlier}))
+    assert ("run_folder.metrics" in grave(folder.path)) is (noted or wrong != 1)
 
 
 def test_files_that_other_programs_write_too_make_no_run_folder(run_folder):

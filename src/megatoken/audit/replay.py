@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatoken.accuracy.gate import Judgement
-from megatoken.analysis.statistics import ARRIVING
+from megatoken.analysis.statistics import ARRIVING, Samples, percentiles
 from megatoken.analysis.summary import summarise_run
 from megatoken.audit.differences import SAME, Difference, differences
 from megatoken.audit.discovery import below
@@ -17,7 +17,7 @@ from megatoken.audit.finding import Observation, Severity, outcome, shown
 from megatoken.audit.folder import LOGGED, TABLES, RunFolder, compared
 from megatoken.audit.replay_answers import UnknownError
 from megatoken.errors import MegatokenError
-from megatoken.files import mapping, plain
+from megatoken.files import mapping, mappings, plain
 from megatoken.harness.result import concluded, concluded_point, concluded_soak, core_wait_notes, run_notes
 from megatoken.harness.together import concluded_nodes, gathered, joined_tables, node_starts
 from megatoken.mlperf.detail_log import DetailLog
@@ -50,6 +50,11 @@ def metrics(folder: RunFolder) -> list[Difference]:
 
 def _metrics(run: Run, known: Mapping[str, Any], samples: int, rows: int) -> list[Difference]:
     again = plain(summarise_run(known, run.requests.slice(0, samples), run.series.slice(0, rows)))
+    if all(note.get("code") != "IN_ONE_PIECE" for note in mappings(run.result.get("notes"))):
+        done = Samples.of(run.requests.slice(0, samples))
+        counted = plain(percentiles(done.tpot[done.completed]))  # earlier versions counted answers in one piece
+        if not any(differences(run.result.get("tpot_seconds"), counted, "tpot_seconds")):
+            again["tpot_seconds"] = counted
     if "node_verdicts" in run.result:
         again.pop("aggregate", None)  # of the nodes' own folders
     return list(differences(run.result, again, ignoring=_SENTENCES))
