@@ -139,6 +139,17 @@ def test_a_load_whose_limits_too_few_answers_show_is_not_within_them_and_the_pla
         choose(sweep([unknown]), (1.0, 1.0), "p99")
 
 
+def test_a_load_whose_answers_came_in_one_piece_is_not_within_a_limit_on_the_time_per_output_token() -> None:
+    known, whole = point(1, 10, 0.1, 0.01), point(2, 20, 0.1, 0.01, tpot_seconds=dict.fromkeys(PERCENTILES))
+    chosen = choose(sweep([known, whole]), (1.0, 1.0), "p99")
+    assert (
+        chosen.load.value == 1 and "at 2 requests at once, which has answers of several tokens in one" in chosen.binds
+    )
+    assert choose(sweep([known, {**whole, "output_tokens_per_request": 1.0}]), (1.0, 1.0), "p99").load.value == 2
+    with pytest.raises(UsageError, match=r"do not show whether a load keeps .* in one piece: look for a proxy"):
+        choose(sweep([whole]), (1.0, 1.0), "p99")
+
+
 @pytest.mark.parametrize(("answers", "shown"), [(300, 0), (662, 2)])
 def test_a_plan_shows_no_p99_that_too_few_answers_show(answers: int, shown: int, tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(sweep([few(2, 20, answers)])))

@@ -53,9 +53,16 @@ class Load:
         return found
 
     def undecided(self, percentile: str) -> str | None:
-        """That too few answers show the percentile, with both numbers; None where enough do."""
+        """What the load has instead of enough answers that show the percentile, and the fix; None where they do."""
+        whole = (
+            one["tpot_seconds"]["p50"] is None and (one["output_tokens_per_request"] or 0) > 1 for one in self.points
+        )
+        if any(whole):
+            return "answers of several tokens in one piece: look for a proxy that holds streams back"
         needed = samples_needed(float(percentile[1:]))
-        return None if self.answers >= needed else f"{self.answers:,} of the {needed:,} answers that {percentile} needs"
+        if self.answers >= needed:
+            return None
+        return f"{self.answers:,} of the {needed:,} answers that {percentile} needs: use a longer --window"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +119,8 @@ def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile:
         shown = [name for name in PERCENTILES if most.undecided(name) is None]
         lower = f", or plan with --percentile {shown[-1]}" if shown else ""
         raise UsageError(
-            f"too few requests of the sweep show whether a load keeps {wanted}; the one with most,"
-            f" {precise(most.value)}, has {most.undecided(percentile)}: use a longer --window{lower}"
+            f"the requests of the sweep do not show whether a load keeps {wanted}; the one with most,"
+            f" {precise(most.value)}, has {most.undecided(percentile)}{lower}"
         )
     best = max(within, key=lambda load: load.output_tokens_per_second)
     faster = [load for load in loads if load.output_tokens_per_second > best.output_tokens_per_second]
@@ -125,7 +132,7 @@ def choose(document: Mapping[str, Any], limits: tuple[float, float], percentile:
         if broken := " and ".join(nearest.broken(*limits)):
             binds = f"{broken} binds: at {at} it {_latencies(nearest, percentile)}"
         else:
-            binds = f"limits are unknown at {at}, which has {nearest.undecided(percentile)}: use a longer --window"
+            binds = f"limits are unknown at {at}, which has {nearest.undecided(percentile)}"
     elif len(within) == len(loads):
         binds = "neither limit binds up to the highest load that was measured"
     return Chosen(best, tuple(loads), limits, percentile, unit, binds)
@@ -276,7 +283,7 @@ def _notes(document: Mapping[str, Any], chosen: Chosen, *, known: bool) -> list[
     unknown = [one for one in chosen.loads if not one.broken(*chosen.limits) and one.undecided(chosen.percentile)]
     if unknown:
         each = "; ".join(f"load {precise(one.value)}: {one.undecided(chosen.percentile)}" for one in unknown)
-        notes.append(f"Limits unknown, so that these do not count as within them: {each}; use a longer --window.")
+        notes.append(f"Limits unknown, so that these do not count as within them: {each}.")
     if cut := chosen.load.cut:
         notes.append(
             f"Cut off at the end of the load: {count_of(cut, 'answer')}. Times per output token and lengths that the"
