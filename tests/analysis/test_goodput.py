@@ -98,11 +98,13 @@ def made_run(folder: Path, rows: list[SampleRow], scenario: str, *, interrupted:
     return read_run(writer.path)
 
 
-def answer(number: int, due: float, *, wait: float = 0.1, cut_after: float | None = None) -> SampleRow:
+def answer(
+    number: int, due: float, *, wait: float = 0.1, cut_after: float | None = None, seconds: float = 1.0
+) -> SampleRow:
     """Tokens come every 0.1 s: 11, or until the answer is cut off."""
     first = due + wait
     if cut_after is None:
-        return SampleRow(number, number, due, due, first, first + 1.0, 5, 11, "length", "n")
+        return SampleRow(number, number, due, due, first, first + seconds, 5, 11, "length", "n")
     return SampleRow(number, number, due, due, first, None, 5, round(10 * (cut_after - first)) + 1, "cancelled", "n")
 
 
@@ -156,6 +158,19 @@ def test_a_point_in_whose_window_no_request_ended_is_not_judged(tmp_path: Path) 
     verdict = judge_run(run, ServiceLevel(1.0, 0.2))
     assert point_figures(run)["goodput"] is None and not list(goodput_blocks(run, Samples.of(run.requests)))
     assert (verdict.kept, verdict.good_share) == (None, None) and "raise --window" in verdict.why
+
+
+@pytest.mark.parametrize("tpot_limit", [0.2, None])
+def test_answers_in_one_piece_are_no_work_within_a_limit_on_the_time_per_output_token(
+    tpot_limit: float | None, tmp_path: Path
+) -> None:
+    rows = [answer(number, number / 10, seconds=1.0 if number % 50 else 1e-8) for number in range(1000)]
+    load = {"kind": "rate", "value": 10.0, "waits": False, "ended_by": None, "window_seconds": [0.0, 100.0]}
+    run = made_run(tmp_path, rows, "sweep", load=load, tpot_limit_seconds=tpot_limit)
+    assert point_figures(run)["goodput"] is None
+    (table,) = goodput_blocks(run, Samples.of(run.requests))
+    assert isinstance(table, Table) and "came in one piece" in table.note
+    assert shown(run)["Good"] == ("-" if tpot_limit else "100")
 
 
 def test_a_run_that_ended_by_itself_counts_all_its_samples_over_its_duration() -> None:

@@ -85,7 +85,7 @@ def point_figures(run: Run) -> dict[str, Any]:
     unjudged = none_ended(samples, tokens, start, end)
     begun = done if unjudged else inside.only(inside.completed | inside.cut)
     limits = {f"{name}_seconds": run.result.get(f"{name}_limit_seconds") for name in ("ttft", "tpot")}
-    judged = not unjudged and None not in limits.values()
+    judged = not unjudged and None not in limits.values() and not inside.in_one_piece.any()
     good = goodput(Span.of(samples, tokens, start, end), **limits) if judged else None
     energy = run_energy(run.series)
     return {

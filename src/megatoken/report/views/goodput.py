@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatoken.analysis.goodput import Span, counted_span, goodput, within_limits
-from megatoken.analysis.limits import SHORTCUTS, asked_limits
+from megatoken.analysis.limits import SHORTCUTS, WHY_TPOT_UNKNOWN, asked_limits
 from megatoken.analysis.statistics import Samples
 from megatoken.report.blocks import Block, Column, Figure, Table
 from megatoken.report.curves import MAX_POINTS, line_chart
@@ -51,7 +51,8 @@ def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:
     known = limits_of(run)
     for limits in known:
         ttft = None if offline else limits.ttft_seconds
-        good = goodput(span, ttft_seconds=ttft, tpot_seconds=limits.tpot_seconds)
+        unknown = span.tpot_unknown and limits.tpot_seconds is not None
+        good = None if unknown else goodput(span, ttft_seconds=ttft, tpot_seconds=limits.tpot_seconds)
         first = "does not apply" if offline else _shown(limits.ttft_seconds, 1, "s")
         figures: tuple[str, ...] = (ABSENT,) * 5
         if good:
@@ -61,9 +62,11 @@ def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:
     numbers = {"Good": "%", "Judged": "", "Cut off": "", "Goodput": "samples/s", "Output": "tokens/s"}
     heads = (Column("Limits"), Column("First token"), Column("Per token"))
     columns = (*heads, *(Column(name, unit, numeric=True) for name, unit in numbers.items()))
-    note = "Time to first token does not apply to Offline, where all samples are due at once."
-    yield Table("Work within limits", columns, tuple(rows), stacked=True, note=note if offline else "")
-    yield from _goodput_figure(span, known, offline=offline)
+    notes = ["Time to first token does not apply to Offline, where all samples are due at once."] if offline else []
+    notes += [f"{WHY_TPOT_UNKNOWN[0].upper()}{WHY_TPOT_UNKNOWN[1:]}."] if span.tpot_unknown else []
+    yield Table("Work within limits", columns, tuple(rows), stacked=True, note=" ".join(notes))
+    if not span.tpot_unknown:
+        yield from _goodput_figure(span, known, offline=offline)
 
 
 def _shown(seconds: float | None, scale: int, unit: str) -> str:
