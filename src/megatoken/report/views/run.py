@@ -71,7 +71,7 @@ DEFINITIONS = {
     f" {SHORTEST_STEADY_SECONDS:g} s, when shorter than {SHORTEST_STEADY_LIVES:g} times as long as the median sample"
     " generates, or when the run was interrupted.",
     "Time per output token": "(last token − first token) / (output tokens − 1) of each sample with two tokens or more;"
-    " one value per sample.",
+    " one value per sample. Answers in one piece are left out; see the note.",
     "Percentiles": f"{PERCENTILE_METHOD[0].upper()}{PERCENTILE_METHOD[1:]}. A star marks a percentile that has too few"
     " samples for 99 % confidence.",
     "Goodput": "Good: the share of the judged samples that met the limits. Judged: all samples that were due, failed"
@@ -278,7 +278,8 @@ def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
     ]
     yield histogram_chart("First token", "s", [("samples", done.ttft)], x_label=since, limits=ttft)
     yield histogram_chart("Last token", "s", [("samples", done.last - done.scheduled)], x_label=since)
-    tpot = done.known_tpot[np.isfinite(done.known_tpot)]
+    tpot = done.known_tpot
+    tpot = tpot[np.isfinite(tpot)]
     if len(tpot) > 1:
         milliseconds = [(one.name, 1000 * one.tpot_seconds) for one in known if one.tpot_seconds is not None]
         yield histogram_chart(
