@@ -74,6 +74,12 @@ def test_plan_of_a_run_that_kept_the_level(make_run, assumptions):
     assert "run: random weights" in " ".join(plan.notes)
 
 
+@pytest.mark.parametrize("token_seconds", [1e-9, 0.05])
+def test_a_plan_says_that_the_time_of_answers_in_one_piece_counts_twice(make_run, assumptions, token_seconds):
+    plan = plan_capacity(from_runs([make_run(token_seconds=token_seconds)], assumptions), load_profiles(), assumptions)
+    assert any("requests in flight are too high" in note for note in plan.notes) is (token_seconds < 1e-6)
+
+
 def test_plan_of_a_run_that_broke_it_uses_its_goodput(make_run, assumptions):
     run = make_run(slow=100)
     plan = plan_capacity(from_runs([run], assumptions), load_profiles(), assumptions)

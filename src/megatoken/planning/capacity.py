@@ -237,6 +237,11 @@ def _notes(throughput: Throughput) -> list[str]:
         notes.append("Token prices apply to contexts about as long as the benchmark's; longer ones cost more.")
     if throughput.service is not None and not throughput.service.kept:
         notes.append(f"Service level: {throughput.service.why}.")
+        if throughput.service.ttft_mean_seconds and throughput.service.tpot_mean_seconds is None:
+            notes.append(
+                "The run has no time per output token, so the limit takes its place. If answers came in one piece, the"
+                " time to first token has that of all tokens already: waits and requests in flight are too high."
+            )
     if throughput.accelerators is None:
         notes.append("The number of accelerators is unknown, so there are no results per accelerator.")
     return notes
