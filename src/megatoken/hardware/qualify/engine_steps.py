@@ -9,7 +9,7 @@ import numpy as np
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import Precision
 from megatoken.hardware.qualify.processor import engine_precision
-from megatoken.hardware.qualify.shapes import CPU_LOAD, GPU_LOAD, SMALL_LOAD, WARM_UP_STEPS, Load
+from megatoken.hardware.qualify.shapes import CPU_LOAD, GPU_LOAD, SMALL_LOAD, WARM_UP_STEPS, Load, is_large_product
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
 
 MOST_STEPS = 200
@@ -19,25 +19,31 @@ SECONDS_FACTOR = 5
 
 def on_cpu(setting: Setting) -> Outcomes:
     """Weights in the engine's fastest format for this processor."""
-    read = setting.measured.get("memory_read")
     precision = engine_precision(setting)
     item = 2 if precision == "bf16" else 4
+    rates = _rates(setting, "memory_read", precision, 1e9)
     for load in (SMALL_LOAD, CPU_LOAD):
-        yield from _steps(load, precision, item, read, setting)
+        yield from _steps(load, precision, item, rates, setting)
 
 
 def on_gpu(setting: Setting) -> Outcomes:
     """fp8 weights and cache."""
-    read = setting.measured.get("hbm_read")
-    yield from _steps(GPU_LOAD, "fp8", 1, read, setting)
+    yield from _steps(GPU_LOAD, "fp8", 1, _rates(setting, "hbm_read", "fp8", 1e12), setting)
+
+
+def _rates(setting: Setting, read: str, precision: Precision, unit: float) -> tuple[float, float] | None:
+    """Measured bytes/s of memory and operations/s of the fastest layers; None if one is missing."""
+    products = [value for name, value in setting.measured.items() if is_large_product(name, precision)]
+    return (setting.measured[read] * 1e9, unit * max(products)) if products and read in setting.measured else None
 
 
 def _steps(
-    load: Load, precision: Precision, weight_bytes: int, read_gigabytes: float | None, setting: Setting
+    load: Load, precision: Precision, weight_bytes: int, rates: tuple[float, float] | None, setting: Setting
 ) -> Outcomes:
     """Random weights and prompts; ``weight_bytes`` of one weight inside the layers.
 
-    The bound is the time to read weights and cache at the measured rate.
+    The bound is what the fastest products, or else the reading of weights, and that of head and cache take at the
+    measured ``rates``, see ``_rates``.
     """
     config = EngineConfig(
         precision=precision,
@@ -72,20 +78,28 @@ def _steps(
             engine.step()
         for _ in range(WARM_UP_STEPS):
             engine.step()
+
+        def bound(tokens: int, steps_before: float) -> Bound | None:
+            """Of a step that computes so many tokens after so many steps of decodes."""
+            if rates is None:
+                return None
+            bytes_rate, operations_rate = rates
+            weights = weight_bytes * model.linear_parameters
+            head = max(2, weight_bytes) * model.hidden_size * model.vocabulary_size
+            cached = load.sequences * (load.prompt_tokens + steps_before) * plan.cache_bytes / plan.cache_tokens
+            read, computed = weights / bytes_rate, 2 * model.linear_parameters * tokens / operations_rate
+            what = f"products of {tokens} tokens" if computed > read else f"weights of {weights / 1e9:.2f} GB"
+            formula = f"{what}, head of {head / 1e9:.2f} GB and cache of {cached / 1e9:.2f} GB at measured rates"
+            return Bound(1e3 * (max(read, computed) + (head + cached) / bytes_rate), formula, certain=False)
+
         decodes = milliseconds(with_prompt=False)
-        bound = None
-        if read_gigabytes is not None:
-            head_bytes = max(2, weight_bytes) * model.hidden_size * model.vocabulary_size
-            weights = weight_bytes * model.linear_parameters + head_bytes
-            tokens = load.sequences * (load.prompt_tokens + WARM_UP_STEPS + len(decodes) / 2)
-            cached = tokens * plan.cache_bytes / plan.cache_tokens
-            formula = f"weights of {weights / 1e9:.2f} GB and cache of {cached / 1e9:.2f} GB at the measured rate"
-            bound = Bound((weights + cached) / read_gigabytes / 1e6, formula, certain=False)
+        steps = WARM_UP_STEPS + len(decodes)
+        decode_bound = bound(load.sequences, WARM_UP_STEPS + len(decodes) / 2)
         title = f"Decode step of {load.shape} {precision}, {load.sequences} sequences"
-        yield Value(f"decode_step{load.suffix}", title, "ms", decodes, "lower", bound, precision=precision)
+        yield Value(f"decode_step{load.suffix}", title, "ms", decodes, "lower", decode_bound, precision=precision)
         if load is SMALL_LOAD:  # its decodes show what a step costs beyond its kernels
             return
         title = f"Step of {load.shape} {precision}, {load.sequences} sequences and a prompt of {load.prompt_tokens}"
-        yield Value(
-            f"mixed_step{load.suffix}", title, "ms", milliseconds(with_prompt=True), "lower", precision=precision
-        )
+        mixed = milliseconds(with_prompt=True)
+        mixed_bound = bound(load.sequences + load.prompt_tokens, steps + len(mixed) / 2)
+        yield Value(f"mixed_step{load.suffix}", title, "ms", mixed, "lower", mixed_bound, precision=precision)
