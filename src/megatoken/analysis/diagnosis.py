@@ -11,12 +11,14 @@ import numpy as np
 
 from megatoken.analysis.contradictions import check_rates
 from megatoken.analysis.lookup import run_folders
+from megatoken.analysis.machine import is_of_server
 from megatoken.analysis.series import Floats, gpu_errors, numbers, totals_over_time
 from megatoken.analysis.stability import FATAL_ERRORS, Stability
 from megatoken.engine.schemes import has_bf16_activations
 from megatoken.files import mapping, new_document
 from megatoken.hardware.doctor import Finding, fix, ok, unknown
 from megatoken.hardware.nvml import HARMFUL_REASONS, POWER_CAP, words_of
+from megatoken.runs.reasons import OF_CLIENT
 from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.text import count_of, is_number, precise
 from megatoken.text import number as short
@@ -36,7 +38,6 @@ VARIATION = 0.15  # standard deviation of the rate in seconds of the steady wind
 RAMP_SHARE = 0.3  # of the duration, outside the steady window
 RAMP_COST_SHARE = 0.05  # of the steady rate, that ramp and tail cost
 FEWEST_SECONDS = 5
-CLIENT = ("CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG")
 LOADGEN = "LOADGEN_INVALID"
 """Repeats in LoadGen's words what other reasons say."""
 
@@ -75,9 +76,9 @@ def diagnosis(path: Path) -> dict[str, Any]:
 
 def _verdict(run: Run) -> Iterator[Finding]:
     """Why a run is INVALID, without the reasons that have a finding of their own."""
-    said = [one["message"].rstrip(".") for one in run.reasons if one["code"] not in (LOADGEN, *CLIENT)]
-    if not said and not any(one["code"] in CLIENT for one in run.reasons):
-        said = [one["message"].rstrip(".") for one in run.reasons]
+    alone = all(one["code"] == LOADGEN for one in run.reasons)
+    left_out = OF_CLIENT if alone else (LOADGEN, *OF_CLIENT)
+    said = [one["message"].rstrip(".") for one in run.reasons if one["code"] not in left_out]
     if run.verdict == Verdict.INVALID and said:
         command = "megatoken report RUN, for the values found and required"
         yield fix("verdict", f"the run is INVALID: {'. '.join(said)}", command)
@@ -86,7 +87,7 @@ def _verdict(run: Run) -> Iterator[Finding]:
 def _contention(run: Run) -> Iterator[Finding]:
     code, result, series = "contention", run.result, run.series
     waited = result.get("core_wait_share")
-    remote = "rack_nodes" in result or mapping(result.get("target")).get("kind") == "endpoint"
+    remote = "rack_nodes" in result or is_of_server(result)
     found = False
     if is_number(waited) and waited > CORE_WAIT_SHARE:
         found = True
@@ -179,7 +180,7 @@ def _batches(run: Run) -> Iterator[Finding]:
         yield fix(
             "pages", message, "more --engine.memory_bytes, --precision fp8, a smaller --engine.max_length, or more GPUs"
         )
-    elif any(one["code"] in CLIENT for one in (*run.reasons, *run.doubts)):
+    elif any(one["code"] in OF_CLIENT for one in (*run.reasons, *run.doubts)):
         pass  # samples that came late say nothing about the requested load
     elif queued < SMALL_SHARE and most and mean < SMALL_SHARE * most:
         message = (
@@ -204,12 +205,12 @@ def _batches(run: Run) -> Iterator[Finding]:
 def _client(run: Run) -> Iterator[Finding]:
     code, result = "client", run.result
     codes = {one["code"]: one for one in (*run.reasons, *run.doubts)}
-    for name in CLIENT:
+    for name in OF_CLIENT:
         if name in codes:
             command = "more --endpoint.processes, or a separate machine"
             if "free_cores" in codes[name]:
                 command = "stop other work on the client's machine, or give it a separate one"
-            elif mapping(result.get("target")).get("kind") != "endpoint":
+            elif not is_of_server(result):
                 command = "stop other work on this machine, or lower --rate"
             yield fix(code, f"the client was the limit: {codes[name]['message']}", command)
             return

@@ -210,9 +210,7 @@ def _observed(run: Run, dollars_per_hour: float | None) -> _Observed:
         "ttft_seconds": np.where(begun, inside.ttft, np.inf),
     }
     if inside.in_one_piece.any():
-        latencies |= dict.fromkeys(
-            ("tpot_seconds",) if gaps is None else ("tpot_seconds", "itl_seconds"), WHY_TPOT_UNKNOWN
-        )
+        latencies |= dict.fromkeys(latencies.keys() & {"tpot_seconds", "itl_seconds"}, WHY_TPOT_UNKNOWN)
     until_cut: Mapping[str, Floats] = {}
     if inside.cut.any():
         until_cut = _latencies(tokens.until_cut(samples).only(counted), begun, gaps)

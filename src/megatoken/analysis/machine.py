@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import combinations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from megatoken.addresses import is_loopback
+from megatoken.files import mapping
 from megatoken.text import precise
 
 if TYPE_CHECKING:
@@ -80,6 +81,11 @@ def unix_seconds(text: Any) -> float | None:
 def utc_text(moment: datetime) -> str:
     """A moment as result.json has it: ISO 8601 in UTC with a Z."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def is_of_server(result: Mapping[str, Any]) -> bool:
+    """Whether a run measured a server at an address, and no engine of its own; ``result``: of ``result.json``."""
+    return mapping(result.get("target")).get("kind") == "endpoint"
 
 
 def simulated_gpu(run: Run) -> str | None:

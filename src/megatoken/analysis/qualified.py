@@ -26,7 +26,7 @@ from megatoken.hardware.qualify.shapes import (
     GPU_LAYERS,
     SMALL_LOAD,
     WARM_UP_STEPS,
-    is_large_product,
+    fastest_products,
     products_of,
 )
 from megatoken.text import count_of, precise
@@ -71,8 +71,8 @@ class Machine:
     def most_operations_per_second(self, precision: str) -> float | None:
         """Of the largest products on all cores or the GPU; None if they were not measured in this format."""
         unit = 1e9 if self.gpu is None else 1e12
-        rates = [value for name, value in self.values.items() if is_large_product(name, precision)]
-        return unit * max(rates) if rates else None
+        rate = fastest_products(self.values, precision)
+        return None if rate is None else unit * rate
 
     @property
     def read_bytes_per_second(self) -> float | None:

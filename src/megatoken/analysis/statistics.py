@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 PERCENTILES = (50, 90, 95, 99)
 PERCENTILE_METHOD = "exact, from every raw value, linear interpolation between the two nearest"
-ONE_PIECE_SECONDS = 1e-6  # per output token, no model is this fast: frames of one read are 1 ns apart
-WHOLE_SHARE = (
-    0.01  # of the answers of several tokens: if more came in one piece, their times per output token are unknown
-)
+ONE_PIECE_SECONDS = 1e-6
+"""Per output token. No model is this fast: frames of one read are 1 ns apart."""
+WHOLE_SHARE = 0.01
+"""Of the answers of several tokens: if more came in one piece, their times per output token are unknown."""
 STEADY_SHARE = 0.9
 SHORTEST_STEADY_SECONDS = 2.0
 SHORTEST_STEADY_LIVES = 3.0

@@ -50,10 +50,12 @@ def metrics(folder: RunFolder) -> list[Difference]:
 
 def _metrics(run: Run, known: Mapping[str, Any], samples: int, rows: int) -> list[Difference]:
     again = plain(summarise_run(known, run.requests.slice(0, samples), run.series.slice(0, rows)))
-    if all(note.get("code") != "IN_ONE_PIECE" for note in mappings(run.result.get("notes"))):
+    stored = run.result.get("tpot_seconds")
+    noted = any(note.get("code") == "IN_ONE_PIECE" for note in mappings(run.result.get("notes")))
+    if not noted and any(differences(stored, again.get("tpot_seconds"))):
         done = Samples.of(run.requests.slice(0, samples))
         counted = plain(percentiles(done.tpot[done.completed]))  # earlier versions counted answers in one piece
-        if not any(differences(run.result.get("tpot_seconds"), counted, "tpot_seconds")):
+        if not any(differences(stored, counted)):
             again["tpot_seconds"] = counted
     if "node_verdicts" in run.result:
         again.pop("aggregate", None)  # of the nodes' own folders

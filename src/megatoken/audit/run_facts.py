@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.analysis.entries import formats_of
-from megatoken.analysis.machine import unix_seconds
+from megatoken.analysis.machine import is_of_server, unix_seconds
 from megatoken.analysis.series import numbers, replicas
 from megatoken.analysis.statistics import ARRIVING, SOAK, SWEEP, Samples
 from megatoken.audit.differences import Doubt
@@ -58,7 +58,7 @@ def configuration(folder: RunFolder) -> Iterator[str]:
     scenario = {"scenario": SOAK} if "soak" in result and config.get("scenario") == "offline" else {}
     if "load" in result and config.get("scenario") == "server":  # a sweep takes its limits and how it streams
         scenario = {"scenario": SWEEP}
-    served = {"precision"} if _at(result, "target.kind") == "endpoint" else set()  # only the server knows it
+    served = {"precision"} if is_of_server(result) else set()  # only the server knows it
     for field, key in {**_CONFIGURED, **_STEP, **({} if folder.on_rack else _ENGINE)}.items():
         if field in served:
             continue

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatoken.analysis.early_stopping import RANKS
+from megatoken.analysis.machine import is_of_server
 from megatoken.analysis.series import Floats, numbers, replicas, totals_over_time
 from megatoken.analysis.statistics import Samples
 from megatoken.audit.folder import LOGGED, TABLES, RunFolder, compared
@@ -44,7 +45,7 @@ def latencies(folder: RunFolder) -> Iterator[str]:
         return  # of samples without a first token LoadGen's percentiles hold memory that it never set
     waited = run.result.get("core_wait_share")
     share = LATE_SHARE + (float(waited) / 2 if is_number(waited) else 0.5)
-    remote = folder.on_rack or mapping(run.result.get("target")).get("kind") == "endpoint"
+    remote = folder.on_rack or is_of_server(run.result)
     late, few_late = (REMOTE_LATE_SECONDS,) * 2 if remote else (LATE_SECONDS, FEW_LATE_SECONDS)
     per_token = late * float(np.mean(1 / np.maximum(done.output_tokens - 1, 1)))
     ttft, tpot = done.ttft, np.where(done.output_tokens > 1, done.tpot, 0.0)

@@ -15,14 +15,14 @@ from megatoken.harness.rate_search import RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
 from megatoken.mlperf.draws import PoissonSchedule
+from megatoken.runs.reasons import OF_CLIENT
 from megatoken.text import count_of, precise
 
 PROBE_SAMPLES = 1000  # the 99th percentile of fewer samples is too uncertain
 SHORTEST_PROBE_SECONDS = 5.0
 LIVES_OF_A_PROBE = 3.0  # lives of the median sample: the load is full only after one
-# Codes of a try whose client was the limit, and those that say no more than that the measurement itself is in doubt.
-OF_CLIENT = {"CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG"}
-OF_MEASUREMENT = OF_CLIENT | {"LOADGEN_DISAGREES", "WALL_CLOCK"}
+# Codes of a try that say no more than that the measurement itself is in doubt.
+OF_MEASUREMENT = {*OF_CLIENT, "LOADGEN_DISAGREES", "WALL_CLOCK"}
 # Load is not what makes samples fail where at least ``ALIKE`` of the share that fails at one rate fails at a much lower
 # one too: at most ``LOWER`` of it, and at most what the server served there. One that cannot keep up would serve all.
 LOWER, ALIKE = 0.55, 0.75
@@ -64,7 +64,7 @@ class Outcome:
         if self.failed:
             return False
         doubted = bool(self.broken) and self.saturation is None and set(self.broken) <= OF_MEASUREMENT
-        return doubted or not OF_CLIENT.isdisjoint(self.broken)
+        return doubted or any(code in OF_CLIENT for code in self.broken)
 
     @property
     def failed_how(self) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatoken.analysis.machine import simulated_gpu
+from megatoken.analysis.machine import is_of_server, simulated_gpu
 from megatoken.analysis.qualified import agreement
 from megatoken.analysis.statistics import ARRIVING, SOAK, STAGES, Samples, leading_rates, leads_with_drain, steady_span
 from megatoken.report.blocks import Badge
@@ -145,7 +145,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
     offline = result.get("scenario") == "offline"
     arrives, soak = result.get("scenario") in ARRIVING, result.get("scenario") == SOAK
     leading = leading_rates(result)
-    of_server = (result.get("target") or {}).get("kind") == "endpoint"
+    of_server = is_of_server(result)
     rates = [
         _single(result, "Output rate under load" if soak else "Output rate", "tokens/s", "output_tokens_per_second"),
         _single(result, "Output rate with drain", "tokens/s", "whole_run_output_tokens_per_second"),

@@ -85,6 +85,11 @@ def sentence(key: str) -> str:
     return words[:1].upper() + words[1:]
 
 
+def as_sentence(words: str) -> str:
+    """With a capital and a full stop."""
+    return f"{words[:1].upper()}{words[1:]}."
+
+
 def labelled(key: str, value: Any) -> tuple[str, str, str]:
     """Label, unit and value of one entry; shares become percent."""
     if key.endswith(SHARES) and is_number(value):

@@ -46,6 +46,8 @@ TEMPLATES = {**REASONS, **_templates("findings"), **_templates("notes")}
 """Messages by code: of runs, then of compliance tests and evaluations, then notes."""
 CAUSES = ("SERVER_FAILED", "REQUESTS_FAILED")
 """Notes that say why samples failed."""
+OF_CLIENT = ("CLIENT_SATURATED", "CLIENT_LIMIT", "SEND_LAG")
+"""Reasons and doubts that say that the client was the limit, not what it measured; the most certain first."""
 
 
 def reason(code: str, **fields: Any) -> Reason:

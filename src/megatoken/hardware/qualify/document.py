@@ -10,8 +10,16 @@ from typing import Any
 from megatoken.engine.gpus import gpus
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
-from megatoken.hardware.qualify.judge import IMPOSSIBLE_SHARE, Verdict, graded, overall, verdict_of_test, waited
-from megatoken.hardware.qualify.values import COUNTS, NOISY_DRIFT, NOISY_SPREAD, SPEEDS, Value
+from megatoken.hardware.qualify.judge import (
+    IMPOSSIBLE_SHARE,
+    Verdict,
+    baseline_limit,
+    graded,
+    is_unsteady,
+    overall,
+    verdict_of_test,
+)
+from megatoken.hardware.qualify.values import COUNTS, SPEEDS, Value, share_of
 from megatoken.hardware.specification import part_name
 from megatoken.text import is_number, number
 
@@ -150,13 +158,12 @@ def _damage_of_speed(value: Mapping[str, Any]) -> str | None:
     if median is None or better not in SPEEDS or verdict is Verdict.FAIL:
         return None
     steady = value.get("noisy") is False
-    unsteady = (value.get("spread") or 0.0) > NOISY_SPREAD or (value.get("drift") or 0.0) > NOISY_DRIFT
-    if steady and (unsteady or waited(value.get("core_wait_share"))):
+    if steady and is_unsteady(value.get("spread") or 0.0, value.get("drift") or 0.0, value.get("core_wait_share")):
         return "noisy is False, but its windows or its waits for cores are"
     bound = value.get("bound")
     if isinstance(bound, Mapping) and bound.get("certain") and is_number(most := bound.get("value")) and most > 0:
-        share = most / median if better == "lower" else median / most
-        if share > IMPOSSIBLE_SHARE:
+        share = share_of(median, most, better)
+        if share is not None and share > IMPOSSIBLE_SHARE:
             return f"verdict is {verdict}, but {median} is {share:.0%} of its bound, which is a FAIL"
     limits = _limits(value, better)
     if verdict is Verdict.PASS and not limits:
@@ -172,14 +179,13 @@ def _damage_of_speed(value: Mapping[str, Any]) -> str | None:
 
 def _limits(value: Mapping[str, Any], better: str) -> dict[str, float]:
     """What the band and the baseline of a speed allow."""
-    lower, limits = better == "lower", {}
-    band = value.get("band")
-    if isinstance(band, Mapping) and is_number(limit := band.get("highest" if lower else "lowest")):
+    limits, band = {}, value.get("band")
+    if isinstance(band, Mapping) and is_number(limit := band.get("highest" if better == "lower" else "lowest")):
         limits["band"] = limit
     before, allowed = value.get("baseline"), value.get("tolerance")
     # Older versions state what is allowed also where the baseline waited for cores, and then is no reference.
     if is_number(before) and is_number(allowed) and value["verdict"] != Verdict.NO_REFERENCE:
-        limits["baseline"] = before * (1 + allowed if lower else 1 - allowed)
+        limits["baseline"] = baseline_limit(before, allowed, better)
     return limits
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import Precision
 from megatoken.hardware.qualify.processor import engine_precision
-from megatoken.hardware.qualify.shapes import CPU_LOAD, GPU_LOAD, SMALL_LOAD, WARM_UP_STEPS, Load, is_large_product
+from megatoken.hardware.qualify.shapes import CPU_LOAD, GPU_LOAD, SMALL_LOAD, WARM_UP_STEPS, Load, fastest_products
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
 
 MOST_STEPS = 200
@@ -32,9 +32,9 @@ def on_gpu(setting: Setting) -> Outcomes:
 
 
 def _rates(setting: Setting, read: str, precision: Precision, unit: float) -> tuple[float, float] | None:
-    """Measured bytes/s of memory and operations/s of the fastest layers; None if one is missing."""
-    products = [value for name, value in setting.measured.items() if is_large_product(name, precision)]
-    return (setting.measured[read] * 1e9, unit * max(products)) if products and read in setting.measured else None
+    """Measured bytes/s of memory and operations/s of the fastest products; None if one is missing."""
+    gigabytes, products = setting.measured.get(read), fastest_products(setting.measured, precision)
+    return None if gigabytes is None or products is None else (1e9 * gigabytes, unit * products)
 
 
 def _steps(

@@ -119,6 +119,11 @@ def waited(core_wait_share: float | None) -> bool:
     return (core_wait_share or 0.0) > CONTENTION
 
 
+def is_unsteady(spread: float, drift: float, core_wait_share: float | None) -> bool:
+    """Whether its own windows, or its waits for cores, make a value noisy."""
+    return spread > NOISY_SPREAD or drift > NOISY_DRIFT or waited(core_wait_share)
+
+
 def is_noisy(
     value: Value,
     core_wait_share: float | None,
@@ -132,7 +137,7 @@ def is_noisy(
     """
     if value.better in COUNTS:
         return False
-    if value.spread > NOISY_SPREAD or value.drift > NOISY_DRIFT or waited(core_wait_share):
+    if is_unsteady(value.spread, value.drift, core_wait_share):
         return True
     in_all, in_best = (
         any(one.verdict is Verdict.FAIL for one in _compared(value, median, band, earlier, between_runs))
@@ -203,9 +208,14 @@ def _compared(
         yield _graded(value, median, limit, f"published values allow {number(limit)} {value.unit}")
     if earlier is not None and not earlier.waited:
         allowed = tolerance(value, earlier, between_runs)
-        limit = earlier.median * (1 + allowed if lower else 1 - allowed)
+        limit = baseline_limit(earlier.median, allowed, value.better)
         reference = f"the baseline had {number(earlier.median)} {value.unit}, {allowed:.1%} worse is allowed"
         yield _graded(value, median, limit, reference)
+
+
+def baseline_limit(median: float, allowed: float, better: str) -> float:
+    """What passes at the worst next to a baseline of this median, if it may be worse by the share ``allowed``."""
+    return median * (1 + allowed if better == "lower" else 1 - allowed)
 
 
 def far_behind(

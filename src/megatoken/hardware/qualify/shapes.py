@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatoken.engine.config import ModelConfig
@@ -75,3 +76,8 @@ def is_large_product(name: str, precision: str) -> bool:
     """
     others = ("_one_core", "_1", "_zeros", "_ones")
     return name.startswith((f"gemm_{precision}_", f"layer_products_{precision}_")) and not name.endswith(others)
+
+
+def fastest_products(rates: Mapping[str, float], precision: str) -> float | None:
+    """Of the measured ``rates``, by name: of the large products in this format; None if there are none."""
+    return max((rate for name, rate in rates.items() if is_large_product(name, precision)), default=None)

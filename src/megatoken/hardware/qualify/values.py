@@ -79,9 +79,14 @@ class Value:
     @property
     def share(self) -> float | None:
         """Measured over bound, or bound over measured where lower is better; None without a bound."""
-        if self.bound is None or not self.median or not self.bound.value:
-            return None
-        return self.bound.value / self.median if self.better == "lower" else self.median / self.bound.value
+        return None if self.bound is None else share_of(self.median, self.bound.value, self.better)
+
+
+def share_of(median: float, bound: float, better: str) -> float | None:
+    """Measured over bound, or bound over measured where lower is better; None if either is zero."""
+    if not median or not bound:
+        return None
+    return bound / median if better == "lower" else median / bound
 
 
 @dataclass(frozen=True, slots=True)

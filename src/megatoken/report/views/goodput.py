@@ -13,6 +13,7 @@ from megatoken.analysis.statistics import Samples
 from megatoken.report.blocks import Block, Column, Figure, Table
 from megatoken.report.curves import MAX_POINTS, line_chart
 from megatoken.report.plots import Line, Mark
+from megatoken.report.words import as_sentence
 from megatoken.runs.run import Run
 from megatoken.text import ABSENT, precise
 
@@ -63,7 +64,7 @@ def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:
     heads = (Column("Limits"), Column("First token"), Column("Per token"))
     columns = (*heads, *(Column(name, unit, numeric=True) for name, unit in numbers.items()))
     notes = ["Time to first token does not apply to Offline, where all samples are due at once."] if offline else []
-    notes += [f"{WHY_TPOT_UNKNOWN[0].upper()}{WHY_TPOT_UNKNOWN[1:]}."] if span.tpot_unknown else []
+    notes += [as_sentence(WHY_TPOT_UNKNOWN)] if span.tpot_unknown else []
     yield Table("Work within limits", columns, tuple(rows), stacked=True, note=" ".join(notes))
     if not span.tpot_unknown:
         yield from _goodput_figure(span, known, offline=offline)

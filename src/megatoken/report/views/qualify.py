@@ -18,7 +18,7 @@ from megatoken.hardware.qualify.shapes import (
     GPU_LAYERS,
     GPU_LOAD,
     SMALL_LOAD,
-    is_large_product,
+    fastest_products,
     products_of,
 )
 from megatoken.hardware.qualify.values import COUNTS, SPEEDS
@@ -271,8 +271,8 @@ def _roofline(tests: list[Document]) -> Iterator[Figure]:
     unit, device = (1e12, "cuda") if on_gpu else (1e9, "cpu")
     roofs: dict[str, float] = {}
     for products in PRECISIONS:
-        if rates := [median for name, median in medians.items() if is_large_product(name, products)]:
-            roofs[products] = max(rates) * unit
+        if rate := fastest_products(medians, products):
+            roofs[products] = rate * unit
     points = [*_layer_points(medians, on_gpu=on_gpu), *_attention_points(medians, on_gpu=on_gpu)]
     for load in (GPU_LOAD,) if on_gpu else (SMALL_LOAD, CPU_LOAD):
         value = values.get(f"decode_step{load.suffix}")

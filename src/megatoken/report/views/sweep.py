@@ -30,6 +30,7 @@ from megatoken.report.views.common import Field, figure, table_of, view, word
 from megatoken.report.views.endpoints import endpoints_blocks
 from megatoken.report.views.limits import limits_table
 from megatoken.report.views.load_charts import Sweep, load_figures, per_machine, rate_unit
+from megatoken.report.words import as_sentence
 from megatoken.text import ABSENT, precise
 
 STAGE = "stage"  # unit of a load that changes within one run
@@ -259,7 +260,7 @@ def _score(row: Document) -> str:
 
 
 def _definitions(rules: Document) -> dict[str, str]:
-    return {title: _sentence(rules.text(key)) for key, title in TITLES.items() if key in rules}
+    return {title: as_sentence(rules.text(key)) for key, title in TITLES.items() if key in rules}
 
 
 def _up_to(load: float | None, sweep: Sweep, found: Document) -> str:
@@ -442,10 +443,6 @@ def _cell(part: Document, name: str, scale: float) -> str:
 def _starred(part: Document, name: str) -> str:
     """The mark of a figure that too few requests show; empty for any other."""
     return "*" if name in part.texts("unreliable") else ""
-
-
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _percent(share: float | None) -> str:
