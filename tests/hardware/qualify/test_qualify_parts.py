@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import subprocess
+import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatoken.errors import CapacityError, MegatokenError, UsageError
@@ -18,7 +22,6 @@ from megatoken.hardware.qualify.catalog import HardwareTest
 from megatoken.hardware.qualify.document import check_document
 from megatoken.hardware.qualify.judge import Verdict
 from megatoken.hardware.qualify.parts import gpus_here, joined, qualify_gpus
-from megatoken.hardware.qualify.rank_process import bus_share
 from megatoken.hardware.qualify.values import NotRun, Setting, Value
 
 TESTS = (
@@ -231,11 +234,11 @@ def test_collectives_between_processes_have_the_right_results(tiny: Setting, mon
     monkeypatch.setattr(collectives, "CPU_SIZES", (2**12,))
     monkeypatch.setattr(collectives, "cores_within_quota", lambda: 3)
     found = {one.name: one for one in collectives.on_cpu(tiny)}
-    assert list(found) == [f"{name}_4096" for name in rank_process.OPERATIONS] + ["collective_errors"]
+    assert list(found) == [f"{name}_4096" for name in collectives.TITLES] + ["collective_errors"]
     errors = found["collective_errors"]
     assert isinstance(errors, Value) and errors.windows == [0]
     assert all(isinstance(one, Value) and one.median > 0 for one in list(found.values())[:4])
-    assert (bus_share("all_reduce", 4), bus_share("all_to_all", 4)) == (1.5, 0.75)
+    assert (collectives.bus_share("all_reduce", 4), collectives.bus_share("all_to_all", 4)) == (1.5, 0.75)
 
 
 def test_a_rank_that_fails_is_named() -> None:
@@ -263,7 +266,7 @@ def in_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 def test_what_nccl_prints_is_no_result(in_every_rank: Callable[[str], None]) -> None:
     in_every_rank("for file in (1, 2): os.write(file, b'NCCL INFO Channel 00/24 : 0 1\\n' * 10_000)")
     found = list(collectives.run_ranks("gloo", 2, (64,), 1, 0.01))
-    assert [(one["operation"], one["wrong"]) for one in found] == [(name, 0) for name in rank_process.OPERATIONS]
+    assert [(one["operation"], one["wrong"]) for one in found] == [(name, 0) for name in collectives.TITLES]
 
 
 def test_the_rank_that_ended_first_is_named(in_every_rank: Callable[[str], None]) -> None:
@@ -275,8 +278,36 @@ def test_the_rank_that_ended_first_is_named(in_every_rank: Callable[[str], None]
 def test_ranks_that_hang_are_a_fault(in_every_rank: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     in_every_rank("if rank == 1: time.sleep(1000)")
     monkeypatch.setattr(collectives, "LIMIT_SECONDS", 8.0)
-    with pytest.raises(MegatokenError, match="the 2 ranks did not end within 8 s and were stopped"):
+    with pytest.raises(MegatokenError, match="2 ranks did not end within 8 s and had to be stopped; see"):
         list(collectives.run_ranks("gloo", 2, (64,), 1, 0.01))
+
+
+WAITING = """
+from megatoken.hardware.qualify.collectives import Task, run_tasks
+task = Task("gloo", 2, 1, 0, "tcp://127.0.0.1:1", (64,), 1, 0.01, limit_seconds=1000.0)
+list(run_tasks([task], 1000.0))
+"""
+
+
+@pytest.mark.parametrize("loads_pytorch", [True, False])
+def test_a_rank_ends_with_the_process_that_started_it(loads_pytorch: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITING]) as parent:
+        try:
+            until(lambda: bool(psutil.Process(parent.pid).children()))
+            (rank,) = psutil.Process(parent.pid).children()
+            if not loads_pytorch:
+                until(lambda: "libtorch_cpu" in Path(f"/proc/{rank.pid}/maps").read_text())
+                time.sleep(3.0)  # by then it waits for the other rank
+        finally:
+            parent.kill()
+    until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_rank_without_memory_is_no_fault(in_every_rank: Callable[[str], None]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,9 +20,9 @@ from megatoken.errors import CapacityError, MegatokenError
 from megatoken.hardware.nvml import all_gpus, open_nvml
 from megatoken.hardware.qualify.processes import ending_of
 from megatoken.hardware.qualify.processor import cores_within_quota
-from megatoken.hardware.qualify.rank_process import Task, bus_share
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import part_name
+from megatoken.text import count_of
 
 TITLES = {
     "all_reduce": "All-reduce",
@@ -36,6 +38,27 @@ MOST_CPU_RANKS = 4
 LIMIT_SECONDS, PERIOD_SECONDS = 100.0, 0.05
 """The most that all ranks may take, and how often they are looked at."""
 ADVICE = "see megatoken doctor, and repeat with NCCL_DEBUG=INFO"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What each rank does."""
+
+    backend: str  # nccl or gloo
+    ranks: int  # how many
+    rank: int  # this one
+    device: int  # of the GPUs that this rank may see
+    rendezvous: str  # a file on this machine, or tcp://host:port, where rank 0 listens
+    sizes: Sequence[int]  # bytes of the largest buffer of each operation
+    windows: int  # timed
+    seconds: float  # of all windows of one size
+    operations: Sequence[str] = tuple(TITLES)
+    limit_seconds: float = 60.0  # after which an operation, or the wait for the other ranks, has failed
+    parent: int = field(default_factory=os.getpid)  # the process with which the rank ends
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
 
 
 def on_cpu(setting: Setting) -> Outcomes:
@@ -83,38 +106,63 @@ def _collectives(backend: str, ranks: int, sizes: tuple[int, ...], bound: Bound 
     yield Value("collective_errors", f"Results of the collectives between {of}", "wrong", [wrong], "zero", note=note)
 
 
-def run_ranks(
-    backend: str, ranks: int, sizes: tuple[int, ...], windows: int, seconds: float
-) -> Iterator[dict[str, Any]]:
+def bus_share(operation: str, ranks: int) -> float:
+    """Bytes that each link carries, over those of the buffer."""
+    return (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def run_ranks(backend: str, ranks: int, sizes: Sequence[int], windows: int, seconds: float) -> Iterator[dict[str, Any]]:
     """What rank 0 printed, line by line; ``seconds`` is None of a size that would have taken too long.
 
     Raises:
         CapacityError: a rank ran out of memory.
         MegatokenError: a rank failed, or did not end.
     """
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
+    with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
-        command = [sys.executable, "-m", "megatoken.hardware.qualify.rank_process"]
+        tasks = [Task(backend, ranks, rank, rank, rendezvous, sizes, windows, seconds) for rank in range(ranks)]
+        try:
+            yield from run_tasks(tasks, LIMIT_SECONDS)
+        except CapacityError:
+            raise
+        except MegatokenError as error:
+            raise MegatokenError(f"{error}; {ADVICE}") from None
+
+
+def run_tasks(
+    tasks: Sequence[Task], limit_seconds: float, environment: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The ranks of a group that run on this machine, in processes: what the first one prints, line by line.
+
+    ``environment``: of the processes; None: this one's. Errors as for ``run_ranks``.
+    """
+    command = [sys.executable, "-m", "megatoken.hardware.qualify.rank_process"]
+    with ExitStack() as files:
         # Into files: what NCCL prints about itself would fill a pipe that nothing reads.
-        messages: list[TextIO] = [files.enter_context((Path(folder) / f"{rank}").open("w+")) for rank in range(ranks)]
+        messages: list[TextIO] = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in tasks]
         processes: list[subprocess.Popen[str]] = []
         try:
-            for rank, file in enumerate(messages):
-                task = Task(backend, ranks, rank, rendezvous, sizes, windows, seconds)
+            for task, file in zip(tasks, messages, strict=True):
+                words = [*command, task.to_json()]
                 processes.append(
-                    subprocess.Popen([*command, task.to_json()], stdout=subprocess.PIPE, stderr=file, text=True)
+                    subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file, text=True, env=environment)
                 )
-            yield from _lines(processes, messages)
+            yield from _lines(tasks, processes, messages, limit_seconds)
         finally:
             for process in processes:
                 process.kill()
                 process.communicate()
 
 
-def _lines(processes: list[subprocess.Popen[str]], messages: list[TextIO]) -> Iterator[dict[str, Any]]:
+def _lines(
+    tasks: Sequence[Task],
+    processes: Sequence[subprocess.Popen[str]],
+    messages: Sequence[TextIO],
+    limit_seconds: float,
+) -> Iterator[dict[str, Any]]:
     printed = processes[0].stdout
     assert printed is not None
-    deadline = time.monotonic() + LIMIT_SECONDS
+    deadline = time.monotonic() + limit_seconds
     with selectors.DefaultSelector() as selector:
         selector.register(printed, selectors.EVENT_READ)
         while None in (codes := [process.poll() for process in processes]):
@@ -122,14 +170,13 @@ def _lines(processes: list[subprocess.Popen[str]], messages: list[TextIO]) -> It
             if any(codes):
                 break
             if time.monotonic() > deadline:
-                raise MegatokenError(
-                    f"the {len(processes)} ranks did not end within {LIMIT_SECONDS:.0f} s and were stopped; {ADVICE}"
-                )
+                ranks = count_of(len(tasks), "rank")
+                raise MegatokenError(f"{ranks} did not end within {limit_seconds:.0f} s and had to be stopped")
             if selector.select(PERIOD_SECONDS) and (line := printed.readline()):
                 yield json.loads(line)
     if any(codes):
-        failed = next(rank for rank, code in enumerate(codes) if code)
-        raise _failure(failed, processes[failed], messages[failed])
+        failed = next(index for index, code in enumerate(codes) if code)
+        raise _failure(tasks[failed].rank, processes[failed], messages[failed])
     yield from map(json.loads, printed)
 
 
@@ -140,7 +187,7 @@ def _failure(rank: int, process: subprocess.Popen[str], messages: TextIO) -> Meg
     error = next((line for line in reversed(words) if "Error" in line), "")
     if "OutOfMemoryError" in error:
         return CapacityError(error)
-    return MegatokenError(f"rank {rank} {ending_of(process.returncode)}: {error or 'no message'}; {ADVICE}")
+    return MegatokenError(f"rank {rank} {ending_of(process.returncode)}: {error or 'no message'}")
 
 
 def _links(count: int) -> Outcomes:

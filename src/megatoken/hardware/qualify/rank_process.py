@@ -13,47 +13,30 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatoken.hardware.qualify.collectives import Task
+
 PARENT_DIES = 1  # PR_SET_PDEATHSIG of prctl(2)
 LARGE_BYTES, MOST_SECONDS = 2**27, 6.0
 """From so many bytes on the time grows with them; a size may take so long, with a call in each window and three before.
 """
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What each rank does."""
-
-    backend: str  # nccl or gloo
-    ranks: int  # how many
-    rank: int  # this one
-    rendezvous: str  # a file on this machine, or tcp://host:port
-    sizes: tuple[int, ...]  # bytes of the largest buffer of each operation
-    windows: int  # timed
-    seconds: float  # of all windows of one size
-    limit_seconds: float = 60.0  # after which an operation has failed
-
-    def to_json(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
 
 
 def main() -> None:
     """Run the task in ``sys.argv[1]``."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # NCCL prints its version and, with NCCL_DEBUG, much more to standard output
-    given = json.loads(sys.argv[1])
-    task = Task(**{**given, "sizes": tuple(given["sizes"])})
-    device = torch.device("cuda", task.rank) if task.backend == "nccl" else torch.device("cpu")
+    task = Task(**json.loads(sys.argv[1]))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
+    if os.getppid() != task.parent:  # it ended while PyTorch was loaded
+        sys.exit("the process that started this rank has ended")
+    device = torch.device("cuda", task.device) if task.backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
@@ -64,7 +47,7 @@ def main() -> None:
         world_size=task.ranks,
         timeout=timedelta(seconds=task.limit_seconds),
     )
-    for operation in OPERATIONS:
+    for operation in task.operations:
         each = 0.0  # seconds for a byte of a large buffer, of the slowest rank: all ranks leave out the same
         for size in task.sizes:
             if each * size * (task.windows + 3) > MOST_SECONDS:
@@ -107,11 +90,6 @@ def prepared(
     mine = values[rank * part : (rank + 1) * part]
     expected = (mine + 10 * torch.arange(ranks, device=device).float()[:, None]).view(-1)
     return (lambda: dist.all_to_all_single(received, sent)), (lambda: int((received != expected).sum()))
-
-
-def bus_share(operation: str, ranks: int) -> float:
-    """Bytes that each link carries, over those of the buffer."""
-    return (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 def _timed(run: Callable[[], object], task: Task, device: torch.device) -> list[float]:
