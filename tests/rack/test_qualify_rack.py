@@ -19,24 +19,28 @@ import psutil
 import pytest
 from rack_drivers import PATIENCE_SECONDS, RayNodes, environment
 
-from megatoken.hardware.qualify.fleet import Isolated, Pair, isolate
-from megatoken.rack import links
+from megatoken.hardware.qualify.fleet import Isolated, Pair, isolate, rounds
+from megatoken.rack import all_reduces, links
+from megatoken.rack.all_reduces import Reduced
 from megatoken.rack.links import links_entry
 
 NODES = 4
 SLOW = 2
 NODE = """
 import json, sys
-from megatoken.rack import links
+from megatoken.rack import all_reduces, links
 links.ANSWER_SECONDS = 5.0
 links.STREAM_SECONDS = links.STREAMS_SECONDS = links.ROUND_TRIP_SECONDS = 0.4
 for line in sys.stdin:
     name, *arguments = json.loads(line)
-    answer = getattr(links, name)(*arguments, b"n" * links.NONCE_BYTES)
+    if name in ("listen", "measure"):
+        answer = getattr(links, name)(*arguments, b"n" * links.NONCE_BYTES)
+    else:
+        answer = getattr(all_reduces, name)(*arguments)
     print(json.dumps(answer), flush=True)
 """
 DRIVER = """
-import json, sys
+import json, os, sys
 import ray
 from megatoken.errors import MegatokenError
 from megatoken.rack import qualify
@@ -48,7 +52,12 @@ class Refusing(qualify.NodeActor):
             raise KeyError("no such sensor")
         yield from super().qualify(names, full)
 
-address, tests, REFUSING, limit_seconds = json.loads(sys.argv[1])
+    def all_reduce(self, backend, rank, rendezvous, address):
+        if rank == 1:
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [FAULT, os.environ["PYTHONPATH"]]))
+        return super().all_reduce(backend, rank, rendezvous, address)
+
+address, tests, REFUSING, limit_seconds, FAULT = json.loads(sys.argv[1])
 qualify.silent_seconds = lambda full: limit_seconds
 qualify.NodeActor = Refusing
 try:
@@ -135,15 +144,33 @@ def test_a_node_with_a_slow_network_is_named(namespaces: list[str]) -> None:
         links.update({pair: answer(pair[1]) for pair in pairs})
         return {pair: links[pair]["rate"] for pair in pairs}
 
+    def all_reduced(pairs: Sequence[Pair]) -> dict[Pair, Reduced | str]:
+        for pair in pairs:
+            for node in pair:
+                ask(node, "meet", f"10.77.0.{int(node) + 1}")
+            (_, port), _ = [answer(node) for node in pair]
+            for rank, node in enumerate(pair):
+                own = f"10.77.0.{int(node) + 1}"
+                ask(node, "all_reduce", "gloo", rank, f"tcp://10.77.0.{int(pair[0]) + 1}:{port}", own)
+        results = {pair: [answer(node) for node in pair] for pair in pairs}
+        return {pair: all_reduces._reduced("gloo", results[pair][0]) for pair in pairs}
+
+    names = [str(number) for number in range(NODES)]
     try:
-        found = isolate([str(number) for number in range(NODES)], measure)
+        found = isolate(names, measure)
+        reduced = all_reduces.of_all(names, next(rounds(names)), all_reduced)
     finally:
         for process in processes:
             process.kill()
             process.communicate()
     assert (found.bad_nodes, found.bad_links, found.undecided) == ((str(SLOW),), (), ())
-    entry = links_entry(found, NODES, links)
+    entry = links_entry(found, NODES, links, all_reduces.outcomes_of(reduced))
     values = {value["name"]: value for value in entry["values"]}
+    # The host's name is that of 127.0.0.1 in all of them, or of an address that none has.
+    rate = values["link_all_reduce_gloo"]
+    assert len(rate["windows"]) == len(reduced) == 2 and str(SLOW) in rate["note"].rpartition(",")[2]
+    assert 0 < min(rate["windows"]) < 0.005 < max(rate["windows"])
+    assert values["link_all_reduce_gloo_errors"]["verdict"] == "PASS"
     bad, round_trip = values["bad_nodes"], values["link_round_trip_p50"]
     assert 0 < round_trip["median"] < 10_000 and len(round_trip["windows"]) == len(links)
     assert (bad["verdict"], bad["note"], entry["verdict"]) == ("FAIL", str(SLOW), "FAIL")
@@ -230,6 +257,9 @@ def test_every_node_of_a_ray_cluster_is_tested_and_their_network(cluster: RayNod
     assert 0 < links["link_round_trip_p50"]["median"] <= links["link_round_trip_p99"]["median"]
     assert links["link_round_trip_p99"]["note"].endswith(", alpha - beta")
     assert links["bad_nodes"]["median"] == links["bad_links"]["median"] == 0
+    assert links["link_all_reduce_gloo"]["note"].endswith(" GB/s, alpha - beta")
+    assert links["link_all_reduce_gloo"]["median"] > 0.01 and links["link_all_reduce_gloo_latency"]["median"] > 1
+    assert links["link_all_reduce_gloo_errors"]["median"] == 0
     assert document["complete"]
 
 
@@ -256,9 +286,14 @@ def qualified(
     refusing: Sequence[str] = (),
     limit_seconds: float = PATIENCE_SECONDS,
     sent: tuple[str, signal.Signals] | None = None,
+    fault: Path | None = None,
 ) -> dict[str, Any]:
-    """The last document. ``refusing``: nodes that raise. ``sent``: to a node while it tests."""
-    argument = json.dumps([cluster.address, tests, refusing, limit_seconds])
+    """The last document.
+
+    ``refusing``: nodes that raise. ``sent``: to a node while it tests. ``fault``: where beta's rank of an all-reduce
+    finds modules first.
+    """
+    argument = json.dumps([cluster.address, tests, refusing, limit_seconds, str(fault or "")])
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER, argument],
         stdout=subprocess.PIPE,
@@ -309,6 +344,25 @@ def test_a_node_whose_tests_cannot_begin_did_not_run(cluster: RayNodes) -> None:
     assert document["parts"]["names"] == ["alpha"]
     (links,) = [test for test in document["tests"] if test["name"] == "links"]
     assert links["values"][0]["median"] > 0.01  # its process still answers
+
+
+def test_a_rank_that_is_killed_between_two_nodes_is_named_and_their_tcp_rate_stays(
+    cluster: RayNodes, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nimport torch.distributed as dist\nready = dist.init_process_group\n"
+        "def init(*arguments, **options):\n    ready(*arguments, **options)\n    os.kill(os.getpid(), 9)\n"
+        "dist.init_process_group = init\n"
+    )
+    document = qualified(cluster, ["facts"], fault=tmp_path)
+    (entry,) = [test for test in document["tests"] if test["name"] == "links"]
+    values = {value["name"]: value for value in entry["values"]}
+    assert [name for name in values if "all_reduce" in name] == ["link_all_reduce"]
+    failed = values["link_all_reduce"]
+    assert (failed["verdict"], entry["verdict"], document["complete"]) == ("NOT RUN", "PASS", True)
+    assert failed["reason"].startswith("failed where TCP works, in 1 of 1 pair: alpha - beta; of alpha - beta: ")
+    assert "; beta: rank 1 was ended by SIGKILL (out of memory?): no message; let nodes open " in failed["reason"]
+    assert values["link_rate"]["median"] > 0.01 and values["bad_nodes"]["median"] == 0
 
 
 def test_a_reason_that_all_nodes_give_is_an_error_of_the_user(cluster: RayNodes) -> None:

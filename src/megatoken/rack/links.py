@@ -81,10 +81,12 @@ def measured(
     return found
 
 
-def links_entry(found: Isolated, nodes: int, links: Mapping[Pair, Mapping[str, float]]) -> dict[str, Any]:
+def links_entry(
+    found: Isolated, nodes: int, links: Mapping[Pair, Mapping[str, float]], more: Sequence[Outcome] = ()
+) -> dict[str, Any]:
     """The test ``links`` of a document: rates and round trips of all pairs, and the bad nodes and links by name.
 
-    ``links``: what ``measure`` found between each pair that worked.
+    ``links``: what ``measure`` found between each pair that worked. ``more``: outcomes that follow its own.
     """
     outcomes: list[Outcome] = []
     working = [rate for rate in found.rates.values() if rate is not None]
@@ -94,11 +96,8 @@ def links_entry(found: Isolated, nodes: int, links: Mapping[Pair, Mapping[str, f
     for name, title, unit, better in FURTHER:
         known = {pair: one[name] for pair, one in links.items() if name in one}
         if known:
-            worst = (min if better == "higher" else max)(known, key=known.__getitem__)
-            note = f"{'lowest' if better == 'higher' else 'highest'}: {number(known[worst])} {unit}, {_named(worst)}"
-            of_pairs = f"{title}, {count_of(len(known), 'pair')}"
-            outcomes.append(Value(f"link_{name}", of_pairs, unit, list(known.values()), better, note=note))
-        if missing := [_named(pair) for pair in links if pair not in known]:
+            outcomes.append(value_of_pairs(f"link_{name}", title, unit, better, known))
+        if missing := [pair_name(pair) for pair in links if pair not in known]:
             key = f"link_{name}_missing" if known else f"link_{name}"
             reason = f"failed where one stream works, in {len(missing)} of {count_of(len(links), 'pair')}: "
             enable = f"let nodes open {STREAMS} TCP connections to each other at once, on any port"
@@ -110,13 +109,24 @@ def links_entry(found: Isolated, nodes: int, links: Mapping[Pair, Mapping[str, f
         outcomes.append(
             Value("bad_nodes", "Nodes with a slow network", "nodes", [len(slow)], "zero", note=", ".join(slow))
         )
-        note = ", ".join(map(_named, found.bad_links))
+        note = ", ".join(map(pair_name, found.bad_links))
         title = "Slow or missing links between nodes"
         outcomes.append(Value("bad_links", title, "links", [len(found.bad_links)], "zero", note=note))
+    outcomes += more
     return entry_of_test(LINKS, [Ended(tuple(Returned(one, None) for one in outcomes), 0.0, None)], "", {}, 0.0)
 
 
-def _named(pair: Pair) -> str:
+def value_of_pairs(
+    name: str, title: str, unit: str, better: Literal["higher", "lower"], known: Mapping[Pair, float]
+) -> Value:
+    """One figure of each pair of nodes; the note names the worst pair."""
+    worst = (min if better == "higher" else max)(known, key=known.__getitem__)
+    note = f"{'lowest' if better == 'higher' else 'highest'}: {number(known[worst])} {unit}, {pair_name(worst)}"
+    return Value(name, f"{title}, {count_of(len(known), 'pair')}", unit, list(known.values()), better, note=note)
+
+
+def pair_name(pair: Pair) -> str:
+    """As values and reasons name two nodes."""
     return " - ".join(pair)
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatoken.errors import MegatokenError, UsageError
@@ -16,6 +17,7 @@ from megatoken.hardware.qualify.parts import gpus_here, joined, qualify_gpus
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import entry_of_test, qualify
 from megatoken.hardware.qualify.values import NotRun
+from megatoken.rack import all_reduces
 from megatoken.rack.cluster import Cluster
 from megatoken.rack.links import links_entry, listen, measure, measured
 
@@ -56,6 +58,14 @@ class NodeActor:
     def measure(self, host: str, port: int, nonce: bytes) -> dict[str, float]:
         """See ``links.measure``."""
         return measure(host, port, nonce)
+
+    def meet(self, host: str) -> tuple[str, int]:
+        """See ``all_reduces.meet``."""
+        return all_reduces.meet(host)
+
+    def all_reduce(self, backend: str, rank: int, rendezvous: str, address: str) -> list[dict[str, Any]] | str:
+        """See ``all_reduces.all_reduce``."""
+        return all_reduces.all_reduce(backend, rank, rendezvous, address)
 
 
 def qualify_rack(
@@ -117,7 +127,10 @@ def qualify_rack(
             return {pair: None if one is None else one["rate"] for pair, one in found.items()}
 
         rest = [name for name in nodes if name not in problems or not problems[name].is_fault]
-        yield all_of_them([links_entry(isolate(rest, rates, all_pairs=full), len(rest), links)])
+        isolated = isolate(rest, rates, all_pairs=full)
+        yield all_of_them([links_entry(isolated, len(rest), links)]) | {"complete": False}
+        reduced = all_reduces.of_all(rest, links, partial(all_reduces.between_nodes, ray, actors, addresses))
+        yield all_of_them([links_entry(isolated, len(rest), links, all_reduces.outcomes_of(reduced))])
     finally:
         cluster.close()
 
