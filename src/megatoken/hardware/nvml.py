@@ -35,6 +35,8 @@ LINK_ERROR_FIELDS = (161, 162, 163, 206, 207, 208, 210, 211, 212, 214, 219)
 integrity, discards, failed recoveries and errors after correction."""
 C2C_ERROR_FIELDS = (231, 232, 233)
 MEMORY_TEMPERATURE, LINK_COUNT, C2C_COUNT, C2C_BANDWIDTH, RECOVERY_ACTION = 82, 91, 170, 172, 230
+SLOW_DOWN_FIELDS = {75: "heat", 269: "heat (driver)", 270: "heat (hardware)", 271: "power brake"}
+"""Nanoseconds for which one of ``HARMFUL_REASONS`` lowered the clock. The first is all that older drivers count."""
 RECOVERY_ACTIONS = {1: "reset the GPU", 2: "reboot the node", 3: "drain peer-to-peer traffic", 4: "drain and reset"}
 _VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by NVML's valueType
 
@@ -94,6 +96,11 @@ class NvmlGpu:
         if reasons is None:
             reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         return None if reasons is None else int(reasons)
+
+    def slow_down_seconds(self) -> dict[str, float]:
+        """Since the driver started, by cause in words; causes that are not reported are left out."""
+        times = zip(SLOW_DOWN_FIELDS.values(), self.fields(list(SLOW_DOWN_FIELDS)), strict=True)
+        return {cause: nanoseconds / 1e9 for cause, nanoseconds in times if nanoseconds is not None}
 
     def joules(self) -> float | None:
         """The energy counter."""

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from qualify_faults import flip_weight_between_passes
 
-from megatoken.hardware.qualify import collectives, exact, facts, gpu_copies, gpu_power, gpu_products
+from megatoken.hardware.qualify import collectives, engine_answers, exact, facts, gpu_copies, gpu_power, gpu_products
 from megatoken.hardware.qualify.values import Outcomes, Setting, Value
 from stand_in_nvml import StandInNvml
 
@@ -106,6 +107,27 @@ def flipped_memory(setting: Setting) -> Outcomes:
 
     exact.fill_pattern = fill_and_flip
     yield exact.memory_pattern(setting.pattern_bytes, torch.device("cuda", 0))
+
+
+def lost_while_idle(setting: Setting) -> Outcomes:
+    """One bit of the GPU's memory changes while it has no work."""
+    fill, kept = exact.fill_pattern, []
+
+    def fill_and_keep(buffer: torch.Tensor, seed: int) -> None:
+        fill(buffer, seed)
+        kept.append(buffer)
+
+    def sleep(seconds: float) -> None:
+        kept[0][54_321] ^= 1 << 7
+
+    exact.fill_pattern, exact.time.sleep = fill_and_keep, sleep  # type: ignore[attr-defined]
+    yield from exact.idle_memory(setting)
+
+
+def flipped_weight(setting: Setting) -> Outcomes:
+    """One bit of a weight changes between two passes of the same prompts, which then have other answers."""
+    flip_weight_between_passes()
+    yield from engine_answers.on_gpu(setting)
 
 
 def flipped_copy(setting: Setting) -> Outcomes:

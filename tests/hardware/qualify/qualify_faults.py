@@ -9,9 +9,10 @@ import time
 
 import torch
 
+from megatoken.engine import Completion, Engine, Request
 from megatoken.errors import CapacityError
 from megatoken.hardware.core_wait import CoreWait
-from megatoken.hardware.qualify import cpu_tests, exact
+from megatoken.hardware.qualify import cpu_tests, engine_answers, exact
 from megatoken.hardware.qualify.host_tests import disk
 from megatoken.hardware.qualify.timing import call_seconds, rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
@@ -190,6 +191,55 @@ def flipped_inverse(setting: Setting) -> Outcomes:
 
     exact.wrong_words = keep_and_count
     yield from exact.on_cpu(setting)
+
+
+def kept_memory(setting: Setting) -> Outcomes:
+    """A pattern in memory of the processor that stays as it is."""
+    yield exact.kept_pattern(setting.pattern_bytes, torch.device("cpu"), setting.idle_seconds)
+
+
+def lost_while_idle(setting: Setting) -> Outcomes:
+    """One bit of memory changes while nothing happens."""
+    fill, kept = exact.fill_pattern, []
+
+    def fill_and_keep(buffer: torch.Tensor, seed: int) -> None:
+        fill(buffer, seed)
+        kept.append(buffer)
+
+    def sleep(seconds: float) -> None:
+        kept[0][4_321] ^= 1 << 7
+
+    exact.fill_pattern, exact.time.sleep = fill_and_keep, sleep  # type: ignore[attr-defined]
+    yield from kept_memory(setting)
+
+
+def sleeps_a_second(setting: Setting) -> Outcomes:
+    """Takes a second in which no core works."""
+    time.sleep(1.0)
+    yield Value("errors", "Errors", "errors", [0], "zero")
+
+
+def flipped_weight(setting: Setting) -> Outcomes:
+    """One bit of an exponent in the last norm changes between two passes of the same prompts."""
+    flip_weight_between_passes()
+    yield from engine_answers.on_cpu(setting)
+
+
+def flip_weight_between_passes() -> None:
+    """In this process, and so that the weight is sixteen times smaller."""
+    generate, passes = Engine.generate, []
+
+    def flip_and_generate(engine: Engine, requests: list[Request]) -> list[Completion]:
+        if passes:
+            norm = engine._runner._weights.norm_D  # type: ignore[attr-defined]
+            if norm.element_size() == 4:
+                norm.view(torch.int32)[17] ^= 1 << 25
+            else:
+                norm.view(torch.int16)[17] ^= 1 << 9
+        passes.append(len(requests))
+        return generate(engine, requests)
+
+    Engine.generate = flip_and_generate  # type: ignore[assignment, method-assign]
 
 
 def slow_once(setting: Setting) -> Outcomes:

@@ -69,6 +69,8 @@ def failed(document: dict[str, Any]) -> set[str]:
         ("flipped_repeat", {"repeat_bf16"}, "bf16 product repeated 8 times"),
         ("flipped_memory", {"memory_pattern"}, "Pattern in 1 GiB of memory"),
         ("flipped_copy", {"copy_errors"}, "Data after all copies"),
+        ("lost_while_idle", {"kept_pattern"}, "Pattern in 1 GiB of memory after 60 s without work"),
+        ("flipped_weight", {"repeat_answers_bf16", "repeat_answers_fp8"}, "answers of the reference model in bf16"),
     ],
 )
 def test_wrong_results_and_errors_are_found_and_named(name: str, values: set[str], words: str, brief: Setting) -> None:

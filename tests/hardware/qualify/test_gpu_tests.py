@@ -98,6 +98,22 @@ def test_layers_of_few_tokens_are_bound_by_bytes(tiny: Setting) -> None:
     assert ASKED == [(gpu_timing.SWING_SECONDS, gpu_products.LAYERS * 4)] * 4
 
 
+def test_each_product_of_a_layer_has_a_rate_and_its_own_bound(tiny: Setting) -> None:
+    found = values(gpu_products.one_by_one, tiny)
+    assert list(found) == [
+        f"product_{precision}_{product.name}_{tokens}"
+        for precision in ("bf16", "fp8")
+        for product in gpu_products.products_of(SHAPES["tiny"])
+        for tokens in (64, 1536)
+    ]
+    assert [(gpu_timing.SWING_SECONDS, gpu_products.LAYERS)] * len(found) == ASKED
+    bounds = {name: one.bound.value for name, one in found.items() if isinstance(one, Value) and one.bound}
+    assert len(bounds) == len(found)
+    for name, bound in bounds.items():
+        assert bound <= (989.0 if "bf16" in name else 1979.0) and bounds[name.replace("_64", "_1536")] >= bound
+        assert bound <= bounds[name.replace("bf16", "fp8")]
+
+
 def test_zeros_are_zeros_and_the_ratio_is_of_both_rates(tiny: Setting) -> None:
     weights = gpu_products.Weights("tensor", gpu_products.products_of(SHAPES["tiny"])[:1], 1, equal=0.0)
     assert not weights.values[0][0].float().any() and not weights.call(0, 16)(0).any()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,26 @@ def test_errors_that_a_gpu_counts_are_named_with_the_test_during_which(
     (failed,) = (value for value in document["tests"][-1]["values"] if value["verdict"] == "FAIL")
     assert failed["note"] == "XID 48 during Test steady"
     assert "Errors during the tests" in document["answer"][0] and second["complete"]
+
+
+def test_a_slow_down_between_two_looks_is_found_by_its_time(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    nanoseconds = chain([5e9], repeat(5e9 + 4e8))  # at the start, and after the test
+
+    class Hot(StandInNvml):
+        def nvmlDeviceGetFieldValues(self, gpu: int, wanted: list[Any]) -> list[Any]:  # noqa: N802
+            if 270 in wanted:
+                self.fields |= {75: 0.0, 270: next(nanoseconds)}
+            return super().nvmlDeviceGetFieldValues(gpu, wanted)
+
+    library = Hot()
+    *_, slowed = counted(library, tiny, monkeypatch)
+    assert (slowed["name"], slowed["verdict"], slowed["note"]) == (
+        "slowed_longest",
+        "FAIL",
+        "0.4 s by heat (hardware) during Test steady",
+    )
+    library.fields = {}
+    assert "slowed_longest" not in [value["name"] for value in counted(StandInNvml(), tiny, monkeypatch)]
 
 
 def counted(library: StandInNvml, tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -167,10 +188,11 @@ def test_every_fault_is_found_and_named(name: str, values: int, words: str, tiny
         ("flipped_repeat", "repeat_fp32", "fp32 product repeated 4 times", 1),
         ("flipped_memory", "memory_pattern", "Pattern in ", 2),  # it is also not the inverse
         ("flipped_inverse", "memory_pattern", "Pattern in ", 1),
+        ("lost_while_idle", "kept_pattern", "Pattern in ", 1),
     ],
 )
 def test_one_wrong_bit_is_found_and_named(name: str, found: str, title: str, wrong: int, tiny: Setting) -> None:
-    document = run(name, setting=replace(tiny, repeats=4, precision="fp32"))
+    document = run(name, setting=replace(tiny, repeats=4, precision="fp32", idle_seconds=0.01))
     (test,) = document["tests"]
     failed = {value["name"]: value["reason"] for value in test["values"] if value["verdict"] == "FAIL"}
     assert failed == {found: f"{wrong} wrong; expected 0"}
@@ -327,12 +349,12 @@ def test_slow_tests_share_the_confirmations(
     ran: list[str] = []
     rate = 100.0
 
-    def run_here(test: HardwareTest, *_: object) -> Ended:
+    def run_here(test: HardwareTest) -> Ended:
         ran.append(test.name)
         windows = [rate if test.name != "other" else 100.0] * 3
         return Ended((Returned(Value(test.name, "Rate", "GB/s", windows), 0.0),), 0.1, None)
 
-    monkeypatch.setattr(session, "run_alone", run_here)
+    monkeypatch.setattr(session, "RunningTest", lambda test, *_: SimpleNamespace(ended=lambda: run_here(test)))
     tests = [HardwareTest(name, name, "") for name in ("slow", "other", "also slow")]
     saved = tmp_path / "earlier.json"
     *_, healthy = qualify(tests, tiny, device)
@@ -353,12 +375,12 @@ def test_a_test_that_runs_once_may_differ_as_much_as_the_runs_of_the_others(
     ran: list[str] = []
     rate = 100.0
 
-    def run_here(test: HardwareTest, *_: object) -> Ended:
+    def run_here(test: HardwareTest) -> Ended:
         ran.append(test.name)
         window = rate if test.name == "once" else 100.0 * (1 - drift * (ran.count("twice") - 1))
         return Ended((Returned(Value(test.name, "Rate", "GB/s", [window] * 3), 0.0),), 0.1, None)
 
-    monkeypatch.setattr(session, "run_alone", run_here)
+    monkeypatch.setattr(session, "RunningTest", lambda test, *_: SimpleNamespace(ended=lambda: run_here(test)))
     tests = [HardwareTest("once", "once", ""), HardwareTest("twice", "twice", "", twice=True)]
     saved = tmp_path / "earlier.json"
     *_, healthy = qualify(tests, tiny, "cpu")
@@ -383,9 +405,52 @@ def test_a_gpu_is_judged_by_its_own_name_and_power_limit(
         for index, (name, watts) in enumerate(names_and_watts)
     ]
     monkeypatch.setattr(session, "take_inventory", lambda: {"gpus": cards, "cpu": {"virtual": False}})
-    monkeypatch.setattr(session, "run_alone", lambda *_: Ended((), 0.1, None))
+    monkeypatch.setattr(session, "RunningTest", lambda *_: SimpleNamespace(ended=lambda: Ended((), 0.1, None)))
     *_, document = qualify([HardwareTest("none", "None", "")], tiny, "gpu", gpu=gpu)
     assert (document["device"], bool(document["notes"])) == (device, capped)
+
+
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        ("a idle host1 host2 b", "+a -a +idle +host1 -host1 +host2 -host2 -idle +b -b"),
+        ("idle a host", "+idle -idle +a -a +host -host"),
+        ("host idle", "+host -host +idle -idle"),
+    ],
+)
+def test_tests_of_the_host_run_while_one_idles(
+    names: str, order: str, tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Running:
+        def __init__(self, test: HardwareTest, *_: object) -> None:
+            self.test = test
+            seen.append(f"+{test.name}")
+
+        def ended(self) -> Ended:
+            seen.append(f"-{self.test.name}")
+            return Ended((Returned(Value(self.test.name, "Errors", "errors", [0], "zero"), None),), 0.1, None)
+
+    monkeypatch.setattr(session, "RunningTest", Running)
+    tests = [HardwareTest(name, name, "", idles=name == "idle", of_host="host" in name) for name in names.split()]
+    counts: list[tuple[int, int]] = []
+    *documents, last = qualify(tests, tiny, "cpu", progress=lambda *count: counts.append(count))
+    assert " ".join(seen) == order
+    assert [test["name"] for test in last["tests"]] == names.split(), "in their order, whichever ended first"
+    assert last["complete"] and not any(document["complete"] for document in documents)
+    assert counts == [(ended, len(tests)) for ended in range(len(tests))]
+
+
+@pytest.mark.timing
+def test_an_idle_test_takes_no_time_of_its_own_next_to_those_of_the_host(tiny: Setting) -> None:
+    idle = replace(fault("kept_memory"), idles=True)
+    host = replace(fault("sleeps_a_second"), of_host=True)
+    *_, document = qualify([idle, host, fault("steady")], replace(tiny, idle_seconds=1.5), "cpu")
+    first, second, third = document["tests"]
+    assert [test["verdict"] for test in (first, second, third)] == ["PASS", "PASS", "PASS"]
+    assert first["values"][0]["title"].endswith("of memory after 1.5 s without work")
+    assert first["seconds"] + second["seconds"] > 2.4 and document["seconds"] < first["seconds"] + second["seconds"]
 
 
 def test_a_test_that_runs_twice_shows_drift(tiny: Setting) -> None:

@@ -32,6 +32,8 @@ class HardwareTest:
     twice: bool = False  # whether it runs again after the others, so that a drift in between shows
     whole: bool = False  # whether it is of all GPUs together, and so only of machines with several
     numa: bool = False  # whether only machines with several NUMA nodes have it
+    idles: bool = False  # whether it waits most of its time, so that tests of the host may run meanwhile
+    of_host: bool = False  # whether it needs only the host's processor and disk
 
 
 TESTS: dict[Device, tuple[HardwareTest, ...]] = {
@@ -47,6 +49,7 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("kernels", "Kernels of the engine", f"{HERE}.cpu_tests:kernels", twice=True),
         HardwareTest("disk", "Disk", f"{HERE}.host_tests:disk", twice=True),
         HardwareTest("disk_writes", "Random writes to the disk", f"{HERE}.host_tests:disk_writes", quick=False),
+        HardwareTest("answers", "Answers of the engine", f"{HERE}.engine_answers:on_cpu", 120.0, quick=False),
         HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_cpu", 90.0),
         HardwareTest("collectives", "Collectives", f"{HERE}.collectives:on_cpu", 120.0, quick=False),
     ),
@@ -62,11 +65,21 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("launch", "Launch of kernels", f"{HERE}.gpu_kernels:launch"),
         HardwareTest("kernels", "Kernels of the engine", f"{HERE}.gpu_kernels:kernels"),
         HardwareTest("exact", "Exact arithmetic and memory", f"{HERE}.exact:on_gpu"),
-        HardwareTest("disk", "Disk", f"{HERE}.host_tests:disk", quick=False),
-        HardwareTest("disk_writes", "Random writes to the disk", f"{HERE}.host_tests:disk_writes", quick=False),
-        HardwareTest("latency", "Latency of the host", f"{HERE}.host_tests:latency", quick=False),
+        HardwareTest(
+            "idle_memory", "Memory through an idle minute", f"{HERE}.exact:idle_memory", 120.0, quick=False, idles=True
+        ),
+        HardwareTest("disk", "Disk", f"{HERE}.host_tests:disk", quick=False, of_host=True),
+        HardwareTest(
+            "disk_writes", "Random writes to the disk", f"{HERE}.host_tests:disk_writes", quick=False, of_host=True
+        ),
+        HardwareTest("latency", "Latency of the host", f"{HERE}.host_tests:latency", quick=False, of_host=True),
+        HardwareTest("answers", "Answers of the engine", f"{HERE}.engine_answers:on_gpu", 120.0, quick=False),
         HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_gpu", quick=False),
         HardwareTest("pulse", "Load and pauses in turn", f"{HERE}.gpu_power:pulse", quick=False),
+        HardwareTest(
+            "products", "Products of a 70B layer, each by itself", f"{HERE}.gpu_products:one_by_one", quick=False
+        ),
+        HardwareTest("bf16_cache", "Attention over a bf16 cache", f"{HERE}.gpu_kernels:bf16_cache", quick=False),
         HardwareTest("formats", "Products in other formats", f"{HERE}.gpu_products:formats", quick=False),
         HardwareTest("numa", "Copies by NUMA node", f"{HERE}.gpu_copies:copies_by_node", quick=False, numa=True),
         HardwareTest("pairs", "Copies between GPUs", f"{HERE}.gpu_copies:pairs", quick=False, whole=True),
@@ -106,8 +119,8 @@ GPU_QUICK = replace(
 )
 GPU_FULL = replace(
     GPU_QUICK,
-    seconds=3.0,
-    warm_up_seconds=2.0,
+    seconds=2.0,
+    warm_up_seconds=1.0,
     windows=11,
     sides=(1024, 2048, 4096, 8192, 16_384, 32_768),
     pattern_bytes=2**42,

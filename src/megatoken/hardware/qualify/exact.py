@@ -7,6 +7,7 @@ r misses a wrong row of C with a probability of at most 1/2, ``CHECKS`` of them 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -125,6 +126,30 @@ def memory_pattern(size_bytes: int, device: torch.device) -> Value:
     return Value("memory_pattern", title, "wrong", [wrong], better="zero")
 
 
+def idle_memory(setting: Setting) -> Outcomes:
+    """Whether a pattern in almost all memory of the first GPU is still there after a time without work."""
+    device = torch.device("cuda", 0)
+    yield kept_pattern(_most_bytes(setting, device), device, setting.idle_seconds)
+
+
+@torch.inference_mode()
+def kept_pattern(size_bytes: int, device: torch.device, seconds: float) -> Value:
+    """Write a pattern to memory, wait, and read it back: cells that lose their charge, and rows of a wrong address."""
+    buffer = torch.empty(size_bytes // 4, dtype=torch.int32, device=device)
+    fill_pattern(buffer, seed := 0x1D1E)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    time.sleep(seconds)
+    title = f"Pattern in {significant(size_bytes / 2**30)} GiB of memory after {seconds:.3g} s without work"
+    return Value("kept_pattern", title, "wrong", [wrong_words(buffer, seed)], better="zero")
+
+
+def _most_bytes(setting: Setting, device: torch.device) -> int:
+    """Of a GPU's memory that a pattern takes."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(setting.pattern_bytes, int(FREE_SHARE * free))
+
+
 def on_cpu(setting: Setting) -> Outcomes:
     """All of it on the CPU."""
     device, side = torch.device("cpu"), min(1024, max(setting.sides))
@@ -166,5 +191,4 @@ def on_gpu(setting: Setting) -> Outcomes:
         yield repeated_products(lambda: in_fp8(left, right), "fp8", setting)
         yield digest_of(in_fp8(left, right), "fp8")
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    yield memory_pattern(min(setting.pattern_bytes, int(FREE_SHARE * free)), device)
+    yield memory_pattern(_most_bytes(setting, device), device)

@@ -1,4 +1,4 @@
-"""Errors that GPUs count while the tests run, and during which test: of memory, links and the driver."""
+"""What GPUs count while the tests run, and during which test: errors of memory, links and driver, and slow-downs."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class ErrorWatch:
         if any(watched):
             self._known.add(XIDS)
         self._seen: list[_Seen] = []
+        self._slow = [gpu.slow_down_seconds() for gpu in self._gpus]
+        self._slowed: list[tuple[float, str]] = []  # seconds, and all of it in words
 
     def look(self, test: HardwareTest) -> None:
         """Ascribe what is new to a test that has just ended."""
@@ -54,6 +56,10 @@ class ErrorWatch:
                 of_hardware = code in HARDWARE_XIDS
                 cause = "" if of_hardware else " (made by programs, not counted)"
                 self._seen.append(_Seen(XIDS, int(of_hardware), f"XID {code}{cause}{where}"))
+            before_seconds, self._slow[index] = self._slow[index], gpu.slow_down_seconds()
+            for cause, seconds in self._slow[index].items():
+                if (more_seconds := seconds - before_seconds.get(cause, seconds)) > 0:
+                    self._slowed.append((more_seconds, f"{more_seconds:.3g} s by {cause}{where}"))
 
     def ended(self) -> Ended:
         """All of it, as if a test had returned it. Without NVML there is nothing: the test ``facts`` says so."""
@@ -65,6 +71,10 @@ class ErrorWatch:
         yield self._value("errors_counted", "Errors during the tests", errors, note, corrected=False)
         errors, note = self._sum(corrected=True)
         yield self._value("errors_corrected", "Corrected errors during the tests", errors, note, corrected=True)
+        if any(self._slow):  # exact, where samples of the reasons can miss a short one
+            longest = max((seconds for seconds, _ in self._slowed), default=0.0)
+            note = "; ".join(words for _, words in self._slowed)
+            yield Value("slowed_longest", "Longest slow-down by heat or hardware", "s", [longest], "zero", note=note)
 
     def _sum(self, *, corrected: bool) -> tuple[int, str]:
         of_kind = [one for one in self._seen if (one.counter in CORRECTED) is corrected]

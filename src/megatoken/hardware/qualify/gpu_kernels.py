@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megatoken.engine.config import SHAPES
+from megatoken.engine.gpus import Gpu
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
 from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds, limited_by_power
 from megatoken.hardware.qualify.shapes import GPU_ATTENTION
@@ -25,36 +27,13 @@ def kernels(setting: Setting) -> Outcomes:
     """One layer of a 70B model; bytes that must be moved over the time."""
     torch.cuda.set_device(DEVICE)
     torch.manual_seed(0)
-    sheet = data_sheet(torch.cuda.get_device_name(DEVICE))
-    bound = None if sheet is None else Bound(sheet.memory_bytes_per_second / 1e9, "data sheet of the memory")
-
-    pages = SEQUENCES * CONTEXT // PAGE_SIZE
-    k, v = (torch.randn(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, dtype=BF16, device=DEVICE).to(E4M3) for _ in range(2))
-    table = torch.randperm(pages, device=DEVICE).int().view(SEQUENCES, -1)
-    lengths = torch.full((SEQUENCES,), CONTEXT, dtype=torch.int32, device=DEVICE)
-    queries = torch.randn(SEQUENCES, HEADS, HEAD_DIM, dtype=BF16, device=DEVICE)
-    out = torch.empty_like(queries)
-
-    def attention() -> None:
-        paged_attention.decode_attention(
-            queries,
-            k,
-            v,
-            table,
-            lengths,
-            out,
-            softmax_scale=HEAD_DIM**-0.5,
-            max_length=CONTEXT,
-            total_tokens=SEQUENCES * CONTEXT,
-        )
-
-    title = f"Decode attention, {SEQUENCES} sequences of {CONTEXT} tokens, fp8 cache"
-    rate = rates((k.nbytes + v.nbytes) / 1e9, gpu_seconds(attention, limited_by_power(setting)))
-    yield Value("decode_attention", title, "GB/s", rate, bound=bound)
+    sheet, bound = _sheet_and_memory_bound()
+    k, v, table = _cache(E4M3)
+    yield _decode_attention("decode_attention", "fp8 cache", k, v, table, bound, setting)
 
     starts = torch.arange(0, (PROMPTS + 1) * PROMPT_TOKENS, PROMPT_TOKENS, dtype=torch.int32, device=DEVICE)
     contexts = torch.full((PROMPTS,), PROMPT_TOKENS, dtype=torch.int32, device=DEVICE)
-    prompt_pages = torch.randperm(pages, device=DEVICE).int()[: PROMPTS * PROMPT_TOKENS // PAGE_SIZE].view(PROMPTS, -1)
+    prompt_pages = table.view(-1)[: PROMPTS * PROMPT_TOKENS // PAGE_SIZE].view(PROMPTS, -1)
     prompt_queries = torch.randn(PROMPTS * PROMPT_TOKENS, HEADS, HEAD_DIM, dtype=BF16, device=DEVICE)
     prompt_out = torch.empty_like(prompt_queries)
 
@@ -92,6 +71,54 @@ def kernels(setting: Setting) -> Outcomes:
     moved = 5 * TOKENS * FEED_FORWARD
     title = f"SiLU, product and fp8 rounding of {TOKENS:,} tokens"
     yield Value("silu_mul", title, "GB/s", rates(moved / 1e9, seconds), bound=bound)
+
+
+@torch.inference_mode()
+def bf16_cache(setting: Setting) -> Outcomes:
+    """Decode attention over a cache of bf16, as the engine has it for weights in bf16."""
+    torch.cuda.set_device(DEVICE)
+    torch.manual_seed(0)
+    _, bound = _sheet_and_memory_bound()
+    k, v, table = _cache(BF16)
+    yield _decode_attention("decode_attention_bf16", "bf16 cache", k, v, table, bound, setting)
+
+
+def _sheet_and_memory_bound() -> tuple[Gpu | None, Bound | None]:
+    sheet = data_sheet(torch.cuda.get_device_name(DEVICE))
+    return sheet, None if sheet is None else Bound(sheet.memory_bytes_per_second / 1e9, "data sheet of the memory")
+
+
+def _cache(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Random keys and values of all sequences, and the pages of each, in a random order."""
+    pages = SEQUENCES * CONTEXT // PAGE_SIZE
+    k, v = (torch.randn(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, dtype=BF16, device=DEVICE).to(dtype) for _ in range(2))
+    return k, v, torch.randperm(pages, device=DEVICE).int().view(SEQUENCES, -1)
+
+
+def _decode_attention(
+    name: str, cache: str, k: Tensor, v: Tensor, table: Tensor, bound: Bound | None, setting: Setting
+) -> Value:
+    """One query of each sequence against all of its keys."""
+    lengths = torch.full((SEQUENCES,), CONTEXT, dtype=torch.int32, device=DEVICE)
+    queries = torch.randn(SEQUENCES, HEADS, HEAD_DIM, dtype=BF16, device=DEVICE)
+    out = torch.empty_like(queries)
+
+    def attention() -> None:
+        paged_attention.decode_attention(
+            queries,
+            k,
+            v,
+            table,
+            lengths,
+            out,
+            softmax_scale=HEAD_DIM**-0.5,
+            max_length=CONTEXT,
+            total_tokens=SEQUENCES * CONTEXT,
+        )
+
+    title = f"Decode attention, {SEQUENCES} sequences of {CONTEXT} tokens, {cache}"
+    rate = rates((k.nbytes + v.nbytes) / 1e9, gpu_seconds(attention, limited_by_power(setting)))
+    return Value(name, title, "GB/s", rate, bound=bound)
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatoken.engine.config import SHAPES
+from megatoken.engine.config import SHAPES, Precision
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.schemes import find_scheme
 from megatoken.hardware.nvml import HARMFUL_REASONS, SensorError, nvml_gpu, words_of
@@ -37,7 +37,7 @@ def _full_load() -> tuple[Callable[[], None], float, Bound | None]:
     Also returns its TFLOP, and the bound of its rate.
     """
     sheet = start()
-    precision = "bf16" if gpu_obstacle(find_scheme("fp8")) else "fp8"
+    precision: Precision = "bf16" if gpu_obstacle(find_scheme("fp8")) else "fp8"
     product = products_of(SHAPES["llama2-70b"])[2]
     call = Weights(SCALINGS[precision], [product], LAYERS).call(0, TOKENS)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatoken.engine.config import SHAPES
+from megatoken.engine.config import SHAPES, Precision
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.gpus import Gpu
 from megatoken.engine.schemes import find_scheme
@@ -15,6 +16,7 @@ from megatoken.hardware.qualify.gpu_timing import (
     BF16,
     DEVICE,
     E4M3_SPREAD,
+    SWING_SECONDS,
     gaussian,
     gaussian_e4m3,
     gpu_seconds,
@@ -25,7 +27,7 @@ from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
 from megatoken.hardware.specification import data_sheet
 
-SCALINGS = {"bf16": "bf16", "fp8": "tensor"}
+SCALINGS: dict[Precision, str] = {"bf16": "bf16", "fp8": "tensor"}
 LAYERS = 8
 """Distinct layers: at least 1.7 GB of weights, so that they come from memory and not from the cache."""
 ZEROS_TOKENS, ZEROS_LAYERS = 4096, 4
@@ -123,29 +125,57 @@ def layer_products(setting: Setting) -> Outcomes:
     if obstacle := gpu_obstacle(find_scheme("fp8")):
         yield NotRun("layer_products_fp8", "fp8 products of layers", obstacle, "take a GPU that has fp8")
         return
-    setting = limited_by_power(setting)
     for shape in GPU_LAYERS.shapes:
-        products = products_of(SHAPES[shape])
-        weights = Weights("tensor", products, LAYERS)
+        weights = Weights("tensor", products_of(SHAPES[shape]), LAYERS)
         for tokens in GPU_LAYERS.tokens:
-            calls = [weights.call(number, tokens) for number in range(len(products))]
-
-            def step(calls: list[Callable[[int], Tensor]] = calls) -> None:
-                for layer in range(LAYERS):
-                    for call in calls:
-                        call(layer)
-
-            seconds = gpu_seconds(step, setting, kernels=LAYERS * len(calls))
-            work = LAYERS * sum(product.operations(tokens) for product in products) / 1e12
-            bound = None
-            if sheet is not None:
-                operations, read = sheet.operations_per_second["fp8"], sheet.memory_bytes_per_second
-                least = LAYERS * sum(bound_seconds(one, tokens, 1, operations, read) for one in products)
-                bound = Bound(work / least, "the larger of operations and bytes over the data sheet's rates")
+            rate = _rate(weights, weights.products, tokens, setting)
+            bound = _bound_of(weights.products, tokens, "fp8", sheet)
             title = f"Layers of {shape} fp8, {tokens:,} tokens"
-            yield Value(f"layer_products_fp8_{shape}_{tokens}", title, "TFLOP/s", rates(work, seconds), bound=bound)
-        del weights, calls, step
+            yield Value(f"layer_products_fp8_{shape}_{tokens}", title, "TFLOP/s", rate, bound=bound)
+        del weights
         torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def one_by_one(setting: Setting) -> Outcomes:
+    """Each product of a 70B layer by itself, in bf16 and fp8: it shows which of them is slow."""
+    sheet, shape = start(), GPU_LAYERS.shapes[0]
+    for precision, scaling in SCALINGS.items():
+        if gpu_obstacle(find_scheme(precision)):  # ``gemm`` says so
+            continue
+        weights = Weights(scaling, products_of(SHAPES[shape]), LAYERS)
+        for product in weights.products:
+            for tokens in GPU_LAYERS.tokens:
+                rate = _rate(weights, [product], tokens, replace(setting, seconds=SWING_SECONDS))
+                bound = _bound_of([product], tokens, precision, sheet)
+                title = f"Product {product.name} of {shape} {precision}, {tokens:,} tokens"
+                yield Value(f"product_{precision}_{product.name}_{tokens}", title, "TFLOP/s", rate, bound=bound)
+        del weights
+        torch.cuda.empty_cache()
+
+
+def _rate(weights: Weights, products: Sequence[Product], tokens: int, setting: Setting) -> list[float]:
+    """TFLOP/s in each window, of some products of all layers one after the other."""
+    calls = [weights.call(weights.products.index(product), tokens) for product in products]
+
+    def step() -> None:
+        for layer in range(LAYERS):
+            for call in calls:
+                call(layer)
+
+    seconds = gpu_seconds(step, limited_by_power(setting), kernels=LAYERS * len(calls))
+    return rates(LAYERS * sum(product.operations(tokens) for product in products) / 1e12, seconds)
+
+
+def _bound_of(products: Sequence[Product], tokens: int, precision: Precision, sheet: Gpu | None) -> Bound | None:
+    """Of the rate of products one after the other, in TFLOP/s; None without a data sheet."""
+    if sheet is None:
+        return None
+    item = 2 if precision == "bf16" else 1
+    operations, read = sheet.operations_per_second[precision], sheet.memory_bytes_per_second
+    least = sum(bound_seconds(one, tokens, item, operations, read) for one in products)
+    work = sum(one.operations(tokens) for one in products) / 1e12
+    return Bound(work / least, "the larger of operations and bytes over the data sheet's rates")
 
 
 @torch.inference_mode()

@@ -71,51 +71,59 @@ def _ctrl_c_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def run_alone(test: HardwareTest, setting: Setting, limit_seconds: float, gpu: str | None = None) -> Ended:
-    """Call a test's function in a process of its own and end it after the limit.
+class RunningTest:
+    """A test whose function runs in a process of its own, which is ended after the limit.
 
     ``gpu``: the only one that the process sees, as CUDA_VISIBLE_DEVICES names it; None: all.
-
-    A test that was slow because it waited for cores is not at fault: it did not run.
     """
-    start_server()
-    context = get_context("forkserver")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(test, setting, limit_seconds, theirs, gpu), daemon=True)
-    with _ctrl_c_later():  # a process that gets half of what it is sent prints a traceback
-        process.start()
-    began = time.monotonic()  # the first start waits until the server has loaded PyTorch
-    starved = CoreWait(process.pid)
-    theirs.close()
-    returned: list[Returned] = []
-    fault: str | None = None
-    finished = False
-    try:
-        while not finished:
-            if not ours.poll(max(0.0, began + limit_seconds - time.monotonic())):
-                waited = starved.waited_seconds()
-                stopped = f"did not end within {limit_seconds:.0f} s and was stopped"
-                if waited > STARVED * limit_seconds:
-                    enable = "stop other work and repeat"
-                    reason = f"{stopped}: it waited {waited:.0f} s for cores"
-                    returned.append(Returned(NotRun(test.name, test.title, reason, enable), None))
-                else:
-                    fault = stopped
-                break
-            match ours.recv():
-                case Returned() as one:
-                    returned.append(one)
-                case str() | None as fault:
-                    finished = True
-    except EOFError:
-        process.join(GRACE_SECONDS)
-        fault = f"its process {ending_of(process.exitcode)}"
-    finally:
-        if not finished:  # before its pipe closes: otherwise it can still print that the pipe is broken
-            process.kill()
-        process.join(GRACE_SECONDS)
-        ours.close()
-    return Ended(tuple(returned), time.monotonic() - began, fault)
+
+    def __init__(self, test: HardwareTest, setting: Setting, limit_seconds: float, gpu: str | None = None) -> None:
+        start_server()
+        context = get_context("forkserver")
+        self._test, self._limit_seconds = test, limit_seconds
+        self._ours, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_work, args=(test, setting, limit_seconds, theirs, gpu), daemon=True)
+        with _ctrl_c_later():  # a process that gets half of what it is sent prints a traceback
+            self._process.start()
+        self._began = time.monotonic()  # the first start waits until the server has loaded PyTorch
+        self._starved = CoreWait(self._process.pid)
+        theirs.close()
+
+    def ended(self) -> Ended:
+        """Wait for its end; to be called once.
+
+        A test that was slow because it waited for cores is not at fault: it did not run.
+        """
+        test, process = self._test, self._process
+        returned: list[Returned] = []
+        fault: str | None = None
+        finished = False
+        try:
+            while not finished:
+                if not self._ours.poll(max(0.0, self._began + self._limit_seconds - time.monotonic())):
+                    waited = self._starved.waited_seconds()
+                    stopped = f"did not end within {self._limit_seconds:.0f} s and was stopped"
+                    if waited > STARVED * self._limit_seconds:
+                        enable = "stop other work and repeat"
+                        reason = f"{stopped}: it waited {waited:.0f} s for cores"
+                        returned.append(Returned(NotRun(test.name, test.title, reason, enable), None))
+                    else:
+                        fault = stopped
+                    break
+                match self._ours.recv():
+                    case Returned() as one:
+                        returned.append(one)
+                    case str() | None as fault:
+                        finished = True
+        except EOFError:
+            process.join(GRACE_SECONDS)
+            fault = f"its process {ending_of(process.exitcode)}"
+        finally:
+            if not finished:  # before its pipe closes: otherwise it can still print that the pipe is broken
+                process.kill()
+            process.join(GRACE_SECONDS)
+            self._ours.close()
+        return Ended(tuple(returned), time.monotonic() - self._began, fault)
 
 
 def ending_of(exit_code: int | None) -> str:

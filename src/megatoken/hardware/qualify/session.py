@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megatoken.hardware.qualify.judge import (
     tolerance,
     verdict_of_test,
 )
-from megatoken.hardware.qualify.processes import Ended, Returned, run_alone
+from megatoken.hardware.qualify.processes import Ended, Returned, RunningTest
 from megatoken.hardware.qualify.references import (
     CORE_SHARE,
     band,
@@ -103,14 +103,17 @@ def qualify(
         machine=machine,
     )
     runs: list[list[Ended]] = [[] for _ in tests]
-    queue, first_round = deque(range(len(tests))), True
-    while queue:
-        if progress:
-            progress(sum(map(len, runs)), sum(map(len, runs)) + len(queue))
-        index = queue.popleft()
+
+    def start(index: int) -> RunningTest:
         limit = tests[index].limit_seconds * (FULL_LIMIT_FACTOR if full else 1)
         shown = None if tests[index].whole else gpu
-        ended = run_alone(tests[index], replace(setting, measured=dict(measured)), limit, shown)
+        return RunningTest(tests[index], replace(setting, measured=dict(measured)), limit, shown)
+
+    turns, first_round = _Turns(tests, start), True
+    while turns.left:
+        if progress:
+            progress(sum(map(len, runs)), sum(map(len, runs)) + turns.left)
+        index, ended = turns.next()
         watch.look(tests[index])
         runs[index].append(ended)
         outcomes = [one.outcome for one in merged(runs[index])]
@@ -122,30 +125,60 @@ def qualify(
             entry_of_test(test, of_test, "" if capped else part, earlier, between_runs, shared_by)
             for test, of_test in ran
         ]
-        if not queue and first_round:
-            queue.extend(index for index, test in enumerate(tests) if test.twice)
+        if not turns.left and first_round:
+            turns.add(index for index, test in enumerate(tests) if test.twice)
             first_round = False
-        if not queue:
+        if not turns.left:
             slow = [index for index, result in enumerate(results) if _is_slow(result)]
             once = [index for index in slow if len(runs[index]) == 1]
             if once:
-                queue.extend(once)
+                turns.add(once)
             elif slow and device == "cpu" and sum(len(of_test[2:]) for of_test in runs) < CONFIRMATIONS:
-                queue.append(min(slow, key=lambda index: len(runs[index])))
+                turns.add([min(slow, key=lambda index: len(runs[index]))])
         if (counted := watch.ended()).returned:
             results.append(entry_of_test(errors, [counted], "", {}, 0.0))
         notes = list(remarks)
         compared = any(value.get("baseline") is not None for result in results for value in result["values"])
-        if baseline is not None and not queue and not compared:
+        if baseline is not None and not turns.left and not compared:
             notes.append(f"No value is in the baseline {baseline} under the same name, title and unit.")
         document = document | {
             "notes": notes,
-            "complete": not queue,
+            "complete": not turns.left,
             "seconds": time.monotonic() - began,
             "verdict": overall(results),
             "tests": results,
         }
         yield document | {"answer": answer(document)}
+
+
+class _Turns:
+    """The tests that are still to end, by number; one runs at a time, and while one idles, those of the host."""
+
+    def __init__(self, tests: Sequence[HardwareTest], start: Callable[[int], RunningTest]) -> None:
+        self._tests, self._start = tests, start
+        self._queue = deque(range(len(tests)))
+        self._idle: tuple[int, RunningTest] | None = None
+
+    @property
+    def left(self) -> int:
+        """How many."""
+        return len(self._queue) + (self._idle is not None)
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """Let tests run after the others."""
+        self._queue.extend(numbers)
+
+    def next(self) -> tuple[int, Ended]:
+        """Wait for the next end of a test."""
+        while True:
+            if self._idle and not (self._queue and self._tests[self._queue[0]].of_host):
+                (number, running), self._idle = self._idle, None
+                return number, running.ended()
+            number = self._queue.popleft()
+            running = self._start(number)
+            if not self._tests[number].idles:
+                return number, running.ended()
+            self._idle = number, running
 
 
 def exit_code(document: dict[str, Any]) -> ExitCode:

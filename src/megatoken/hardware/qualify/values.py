@@ -115,6 +115,7 @@ class Setting:
     file_bytes: int  # of the file that the disk test writes
     repeats: int  # of a computation whose results must be equal
     power_seconds: float  # of the sustained load on a GPU
+    idle_seconds: float = 60.0  # for which memory must keep a pattern
     pieces: int = 1  # of each window, between those of the others
     folder: Path = Path()  # on the disk to test
     precision: Precision | None = None  # of the engine's products on a CPU; None: the fastest one

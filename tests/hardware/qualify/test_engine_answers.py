@@ -1,0 +1,53 @@
+"""Answers of the reference model: those in the package, and what a wrong bit of its weights does to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatoken.hardware.qualify import engine_answers
+from megatoken.hardware.qualify.catalog import HardwareTest
+from megatoken.hardware.qualify.session import qualify
+from megatoken.hardware.qualify.values import Setting, Value
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_answers, "CPU_SIZES", (24, 8, 256))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_answers_are_those_of_the_package(precision: str, tiny: Setting) -> None:
+    repeated, kept, digest = engine_answers.on_cpu(replace(tiny, precision=precision))  # type: ignore[arg-type]
+    assert isinstance(repeated, Value) and isinstance(kept, Value) and isinstance(digest, Value)
+    assert (repeated.windows, kept.windows, digest.better) == ([0], [0], "same")
+    assert repeated.title == f"24 answers of the reference model in {precision}, computed twice"
+
+
+def test_the_package_has_a_checksum_for_each_prompt_and_precision() -> None:
+    for precision in ("fp32", "bf16", "fp8"):
+        assert len(engine_answers.stored(precision)) == engine_answers.GPU_SIZES[0]  # type: ignore[arg-type]
+
+
+def test_few_other_answers_are_rounding_and_many_are_wrong(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = engine_answers.stored("fp32")
+    for different, wrong, note in (
+        (0, 0, ""),
+        (2, 0, "2 answers of other tokens, as rounding may cause"),
+        (3, 3, None),
+    ):
+        known = [one ^ (number < different) for number, one in enumerate(right)]
+        monkeypatch.setattr(engine_answers, "stored", lambda precision, known=known: known)
+        _, kept, _ = engine_answers._compared("fp32", 100, 32, 1024)
+        assert isinstance(kept, Value) and kept.windows == [wrong]
+        assert note is None or kept.note == note
+
+
+def test_a_wrong_bit_of_a_weight_is_found_and_named(tiny: Setting) -> None:
+    *_, document = qualify(
+        [HardwareTest("answers", "Answers", "qualify_faults:flipped_weight")], replace(tiny, precision="fp32"), "cpu"
+    )
+    failed = {value["name"] for test in document["tests"] for value in test["values"] if value["verdict"] == "FAIL"}
+    assert failed == {"repeat_answers_fp32"}
+    assert document["answer"][0].startswith("1 fault found: ")
