@@ -52,7 +52,7 @@ def _full_load() -> tuple[Callable[[], None], float, Bound | None]:
 def power(setting: Setting) -> Outcomes:
     """The gate and up product of a 70B layer for ``setting.power_seconds``: fp8, or bf16 where there is no fp8."""
     run, work, bound = _full_load()
-    repeat_for(max(1.0, setting.power_seconds / 5), run)  # the clock settles
+    repeat_for(max(1.0, setting.power_seconds / 12), run)  # the clock settles
     name, uuid = "sustained_tflops", device_uuid()
     try:
         limit = nvml_gpu(uuid).power_limit_watts()
