@@ -12,17 +12,16 @@ import zlib
 
 import numpy as np
 
-from megatoken.datasets.references import HELD_OUT
 from megatoken.engine import Completion, Engine, EngineConfig, Request
-from megatoken.engine.config import REFERENCE, Precision
+from megatoken.engine.config import REFERENCE, Precision, model_folder
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.schemes import find_scheme
 from megatoken.hardware.qualify.processor import engine_precision
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
 from megatoken.text import count_of
 
-STORED = HELD_OUT.with_name("answers.json")
-"""The checksums of all answers, by precision."""
+PROMPTS, STORED = (model_folder(REFERENCE) / name for name in ("held_out.jsonl", "answers.json"))
+"""The test set of the model, and the checksums of its answers, by precision."""
 CPU_SIZES, GPU_SIZES = (128, 128, 2048), (2048, 512, 8192)
 """Prompts; running sequences and tokens of a step, so that every machine plans the same steps."""
 TOKENS_OF_A_SEQUENCE = 1024
@@ -55,7 +54,7 @@ def two_passes(precision: Precision, prompts: int, sequences: int, step_tokens: 
         max_batched_tokens=step_tokens,
         cache_tokens=sequences * TOKENS_OF_A_SEQUENCE,
     )
-    rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:prompts]]
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:prompts]]
     requests = [Request(row["prompt"], row["max_tokens"], logprobs=0) for row in rows]
     with Engine(REFERENCE, config) as engine:
         return [engine.generate(requests) for _ in range(2)]
