@@ -68,8 +68,25 @@ def test_time_beyond_the_kernels_is_found_from_two_models() -> None:
     for name, suffix in (("tiny", "_tiny"), ("125m", "")):
         cost = ProcessorCosts(SHAPES[name], FP32, rates).step_of(16, 16 * (128 + 3 + 1.5), (), 16)
         assert cost.seconds == pytest.approx(CPU_VALUES[f"decode_step{suffix}"] / 1e3)
+    assert rates.token_seconds == 0  # documents of earlier versions lack the step with a prompt
     with pytest.raises(UsageError, match=r"no products of layers in bf16 were measured; give --precision fp32"):
         machine.processor_rates(find_scheme("bf16"))
+
+
+def test_a_step_with_a_prompt_shows_what_a_token_takes_beyond_its_kernels() -> None:
+    values = CPU_VALUES | {"mixed_step_tiny": 100.0}
+    rates = machine_of(document("A processor, 2 cores", values), "qualify.json").processor_rates(FP32)
+    assert rates.token_seconds > 0
+    tiny, m125 = (ProcessorCosts(SHAPES[name], FP32, rates) for name in ("tiny", "125m"))
+    for costs, steps, chunks, measured in (
+        (tiny, 3 + 1.5, [], 50.0),
+        (tiny, 3 + 3 + 1.5, [(0, 128)], 100.0),
+        (m125, 3 + 1.5, [], 160.0),
+    ):
+        cost = costs.step_of(16, 16 * (128 + steps), chunks, 16 + len(chunks))
+        assert cost.seconds == pytest.approx(measured / 1e3)
+    faster = machine_of(document("A processor, 2 cores", values | {"mixed_step_tiny": 51.0}), "qualify.json")
+    assert faster.processor_rates(FP32).token_seconds == 0  # other work slowed the kernels down
 
 
 def test_a_prediction_plans_every_token_once() -> None:
@@ -78,6 +95,7 @@ def test_a_prediction_plans_every_token_once() -> None:
     model = SHAPES["tiny"]
     found = predict(machine.costs(model, config), machine.memory(model, config), [(20, 5)] * 7)
     assert found.output_tokens_per_second == pytest.approx(35 / found.seconds)
+    assert found.output_tokens_per_second == pytest.approx(62.141052801)  # as in earlier versions
     assert found.steps >= 2 * 4 + 3
     assert sum(found.part_seconds.values()) == pytest.approx(found.seconds)
 

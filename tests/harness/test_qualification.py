@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli_support import call_here
+from megatoken.analysis.qualified import TOKEN_STEP, Prediction, machine_of, predict_run
 from megatoken.analysis.summary import utilisation
 from megatoken.hardware.qualify.judge import answer, overall
 from megatoken.hardware.qualify.shapes import CPU_TOKENS
@@ -26,6 +27,7 @@ KERNELS = {
     "prompt_attention": 20.0,
     "rms_norm": 10.0,
     "decode_step_tiny": 60.0,
+    "mixed_step_tiny": 110.0,
     "decode_step": 300.0,
 }
 
@@ -116,6 +118,19 @@ def test_the_run_folder_keeps_the_qualification_and_the_rate_that_it_predicts(tm
         severity, found = _audited(tmp_path)
         assert severity == expected
         assert words in found
+
+    # A folder of an earlier version, whose prediction knew no step of tiny with a prompt.
+    known = tests[2] | {"values": [value for value in tests[2]["values"] if value["name"] != TOKEN_STEP]}
+    older = document | {"tests": [*tests[:2], known]}
+    older |= {"answer": answer(older)}
+    predicted = predict_run(machine_of(older, "qualify.json"), result, run.config, run.requests)
+    assert isinstance(predicted, Prediction)
+    assert predicted.output_tokens_per_second > result["prediction"]["output_tokens_per_second"]
+    (folder / "qualify.json").write_text(json.dumps(older))
+    said = {name: older[name] for name in result["qualification"]}
+    for prediction, severities in ((result["prediction"], ["fail"]), (asdict(predicted), ["pass", "warn"])):
+        (folder / "result.json").write_text(json.dumps(result | {"qualification": said, "prediction": prediction}))
+        assert _audited(tmp_path)[0] in severities
 
 
 def _audited(folder: Path) -> tuple[str, str]:

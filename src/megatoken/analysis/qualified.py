@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from megatoken.hardware.qualify.shapes import (
     GPU_LAYERS,
     SMALL_LOAD,
     WARM_UP_STEPS,
+    Load,
     fastest_products,
     products_of,
 )
@@ -41,6 +42,8 @@ LAYERS = "layer_products_"
 """How the names of these values begin; the format follows."""
 KERNELS = ("decode_attention", "prompt_attention", "rms_norm")
 """Those of a processor."""
+TOKEN_STEP = f"mixed_step{SMALL_LOAD.suffix}"
+"""Shows what a token takes beyond its kernels. Documents of earlier versions lack it: there a token takes nothing."""
 COPY_SHARE = 0.89
 """Of the data sheet's bandwidth, that a copy reached on the H200 from which the cost model's constants are."""
 
@@ -98,13 +101,13 @@ class Machine:
         return self._corrected(CostModel(model, scheme, self.gpu, cuda_graphs=config.cuda_graphs), scheme, self.gpu)
 
     def value_names(self, scheme: LinearScheme) -> list[str]:
-        """The values from which the costs of steps follow; a GPU may lack some of them."""
+        """The values from which the costs of steps follow; a GPU may lack some, a processor ``TOKEN_STEP``."""
         products = f"{LAYERS}{scheme.precision}_"
         if self.gpu is not None:
             names = [f"{products}{shape}_{tokens}" for shape in GPU_LAYERS.shapes for tokens in GPU_LAYERS.tokens]
             return [*names, *(["decode_attention"] if scheme.fp8_cache else []), "hbm_copy"]
         steps = [f"decode_step{load.suffix}" for load in (SMALL_LOAD, CPU_LOAD)]
-        return [*(f"{products}{tokens}" for tokens in CPU_TOKENS), *KERNELS, *steps]
+        return [*(f"{products}{tokens}" for tokens in CPU_TOKENS), *KERNELS, *steps, TOKEN_STEP]
 
     def warnings(self, config: EngineConfig) -> Iterator[str]:
         """Why a rate that is predicted from this document may be wrong."""
@@ -122,7 +125,7 @@ class Machine:
 
     def processor_rates(self, scheme: LinearScheme) -> ProcessorRates:
         """The kernels of a processor, and what steps of two models took beyond them."""
-        if missing := [name for name in self.value_names(scheme) if name not in self.values]:
+        if missing := [name for name in self.value_names(scheme) if name not in self.values and name != TOKEN_STEP]:
             raise self._lacking(missing, scheme.precision)
         precision, shape = scheme.precision, SHAPES[CPU_LOAD.shape]
         item = scheme.activation_bytes
@@ -134,23 +137,28 @@ class Machine:
                 rate *= sum(one.operations(1) for one in products) / sum(one.moved_bytes(1, item) for one in products)
             points.append((float(tokens), rate))
         attention, prompts, norm = (self.values[name] * 1e9 for name in KERNELS)
-        kernels = ProcessorRates(points, attention, prompts, norm)
-        beyond = []
-        for load in (SMALL_LOAD, CPU_LOAD):
-            model = SHAPES[load.shape]
-            name = f"decode_step{load.suffix}"
-            measured = self.values[name] / 1e3
-            context = load.prompt_tokens + WARM_UP_STEPS + self.counts[name] / 2
-            known = ProcessorCosts(model, scheme, kernels).step_of(
-                load.sequences, load.sequences * context, (), load.sequences
-            )
-            beyond.append((model.layers, max(0.0, measured - known.seconds)))
-        (few, least), (many, most) = beyond
+        rates = ProcessorRates(points, attention, prompts, norm)
+
+        def beyond(load: Load, *chunks: tuple[int, int]) -> float:
+            """Seconds of a measured step that ``rates`` do not explain: of decodes, or of these and a prompt."""
+            decodes, mixed = f"decode_step{load.suffix}", f"mixed_step{load.suffix}"
+            name, before = (mixed, self.counts[decodes]) if chunks else (decodes, 0)
+            keys = load.sequences * (load.prompt_tokens + WARM_UP_STEPS + before + self.counts[name] / 2)
+            costs = ProcessorCosts(SHAPES[load.shape], scheme, rates)
+            known = costs.step_of(load.sequences, keys, chunks, load.sequences + len(chunks))
+            return self.values[name] / 1e3 - known.seconds
+
+        if TOKEN_STEP in self.values:
+            tokens = SMALL_LOAD.prompt_tokens
+            of_prompt = beyond(SMALL_LOAD, (0, tokens)) - beyond(SMALL_LOAD)
+            rates = replace(rates, token_seconds=max(0.0, of_prompt / tokens))
+        few, many = (SHAPES[load.shape].layers for load in (SMALL_LOAD, CPU_LOAD))
+        least, most = (max(0.0, beyond(load)) for load in (SMALL_LOAD, CPU_LOAD))
         layer = max(0.0, (most - least) / (many - few))
         step = least - few * layer
         if step < 0:  # the measured kernels do not explain the larger model, whose steps matter more
             layer, step = most / many, 0.0
-        return ProcessorRates(points, attention, prompts, norm, step, layer)
+        return replace(rates, step_seconds=step, layer_seconds=layer)
 
     def _corrected(self, model: CostModel, scheme: LinearScheme, gpu: Gpu) -> CorrectedCosts:
         """Corrections of what the document has; the other parts that it lacks stay as the cost model has them."""

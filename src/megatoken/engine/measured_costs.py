@@ -70,6 +70,7 @@ class ProcessorRates:
     norm: float  # bytes/s of an RMS norm, read and written
     step_seconds: float = 0.0  # that a step takes beyond its kernels
     layer_seconds: float = 0.0  # that each layer takes beyond its kernels
+    token_seconds: float = 0.0  # that each token of a step takes beyond its kernels
 
 
 class ProcessorCosts(Costs):
@@ -97,7 +98,7 @@ class ProcessorCosts(Costs):
         keys = keys_seen(work.windows, cached_tokens, decodes)
         decode_attention = keys * work.cached_token_bytes / rates.decode_attention
         chunk_attention = pairs * work.pair_operations / rates.prompt_attention
-        elementwise = tokens * self._norm_bytes / rates.norm
+        elementwise = tokens * (self._norm_bytes / rates.norm + rates.token_seconds)
         gaps = self._layers * rates.layer_seconds
         parts = (products, decode_attention, chunk_attention, elementwise, head, gaps, 0.0, rates.step_seconds)
         return StepCost(math.fsum(parts), *parts, math.nan, math.nan)

@@ -197,6 +197,7 @@ def _rates(rack: Rack, simulation: Simulation) -> Iterator[Input]:
         yield Input("attention of prompts", rates.prompt_attention / 1e9, "GFLOP/s", "measured", machine.source)
         yield Input("a step beyond its kernels", rates.step_seconds * 1e3, "ms", "estimate", machine.source)
         yield Input("a layer beyond its kernels", rates.layer_seconds * 1e3, "ms", "estimate", machine.source)
+        yield Input("a token beyond its kernels", rates.token_seconds * 1e3, "ms", "estimate", machine.source)
     elif machine is not None:
         costs = machine.costs(rack.model, rack.config)
         if isinstance(costs, CorrectedCosts):

@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from megatoken.analysis.qualified import TOKEN_STEP
 from megatoken.engine.config import SHAPES
 from megatoken.hardware.qualify import engine_steps
-from megatoken.hardware.qualify.shapes import Load
+from megatoken.hardware.qualify.shapes import SMALL_LOAD, Load
 from megatoken.hardware.qualify.values import Setting, Value
+
+
+def test_the_small_model_has_a_step_with_a_prompt_which_a_prediction_uses(tiny: Setting) -> None:
+    values = engine_steps._steps(SMALL_LOAD, "fp32", 4, None, replace(tiny, seconds=0.001))
+    assert [value.name for value in values] == ["decode_step_tiny", TOKEN_STEP]
 
 
 def test_the_bound_of_a_step_is_its_products_or_weights_and_then_head_and_cache(tiny: Setting) -> None:

@@ -97,8 +97,6 @@ def _steps(
         decode_bound = bound(load.sequences, WARM_UP_STEPS + len(decodes) / 2)
         title = f"Decode step of {load.shape} {precision}, {load.sequences} sequences"
         yield Value(f"decode_step{load.suffix}", title, "ms", decodes, "lower", decode_bound, precision=precision)
-        if load is SMALL_LOAD:  # its decodes show what a step costs beyond its kernels
-            return
         title = f"Step of {load.shape} {precision}, {load.sequences} sequences and a prompt of {load.prompt_tokens}"
         mixed = milliseconds(with_prompt=True)
         mixed_bound = bound(load.sequences + load.prompt_tokens, steps + len(mixed) / 2)

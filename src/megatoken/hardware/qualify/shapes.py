@@ -28,7 +28,7 @@ class Layers:
 
 CPU_LOAD, GPU_LOAD = Load("125m", 16, 128), Load("llama3.1-8b", 256, 512)
 SMALL_LOAD = Load("tiny", 16, 128, "_tiny")
-"""Its steps show what a step costs beyond its kernels."""
+"""Its steps show what a step and each token of it cost beyond the kernels."""
 WARM_UP_STEPS = 3
 CPU_TOKENS = (1, 16, 64, 256)
 GPU_LAYERS = Layers(("llama2-70b", "llama3.1-8b"), (64, 1536))
