@@ -17,7 +17,7 @@ from megatoken.hardware.qualify.fleet import Isolated, Pair, rounds
 from megatoken.hardware.qualify.judge import overall
 from megatoken.hardware.qualify.values import NotRun, Value
 from megatoken.rack import all_reduces
-from megatoken.rack.all_reduces import MOST_FAILURES, Reduced, all_reduce, meet, of_all, outcomes_of
+from megatoken.rack.all_reduces import MOST_FAILURES, Reduced, all_reduce, device_and_port, of_all, outcomes_of
 from megatoken.rack.links import links_entry
 
 HOST = "127.0.0.1"
@@ -38,7 +38,7 @@ def test_pairs_are_tried_once_and_nodes_that_always_fail_soon_left_alone(seed: i
         good = Reduced("gloo", 1.0, 50.0, 0)
         return {pair: "a reason" if broken & set(pair) else good for pair in now}
 
-    found = of_all(names, pairs, measure)
+    *_, found = of_all(names, pairs, measure)
     assert found.keys() == pairs
     assert len(set(tried)) == len(tried)
     tries = Counter(name for pair in tried for name in pair)
@@ -91,7 +91,7 @@ def test_without_pairs_nothing_is_said() -> None:
 
 
 def test_two_nodes_of_one_address_reduce() -> None:
-    _, port = meet(HOST)
+    _, port = device_and_port(HOST)
     answers: dict[int, object] = {}
 
     def run(rank: int) -> None:
@@ -112,8 +112,8 @@ def test_two_nodes_of_one_address_reduce() -> None:
 
 
 def test_a_rank_whose_port_is_closed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduces, "MEET_SECONDS", 1.0)
-    _, port = meet(HOST)
+    monkeypatch.setattr(all_reduces, "RENDEZVOUS_SECONDS", 1.0)
+    _, port = device_and_port(HOST)
     answer = all_reduce("gloo", 1, f"tcp://{HOST}:{port}", HOST)
     assert isinstance(answer, str)
     assert answer.startswith("rank 1 ended with exit code 1: torch.distributed.DistNetworkError: ")
@@ -159,7 +159,7 @@ def test_a_node_that_is_gone_is_named() -> None:
 
     class Actor:
         def __init__(self, meeting: object, answer: object) -> None:
-            self.meet, self.all_reduce = Method(meeting), Method(answer)
+            self.device_and_port, self.all_reduce = Method(meeting), Method(answer)
 
     results = [{"bytes": 2**14, "seconds": [1e-4], "wrong": 0}, {"bytes": 10**6, "seconds": [1e-3], "wrong": 1}]
     gone, works, dies = Actor(None, None), Actor(("cpu", 1), results), Actor(("gpu", 1), None)

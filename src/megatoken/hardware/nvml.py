@@ -35,8 +35,11 @@ LINK_ERROR_FIELDS = (161, 162, 163, 206, 207, 208, 210, 211, 212, 214, 219)
 integrity, discards, failed recoveries and errors after correction."""
 C2C_ERROR_FIELDS = (231, 232, 233)
 MEMORY_TEMPERATURE, LINK_COUNT, C2C_COUNT, C2C_BANDWIDTH, RECOVERY_ACTION = 82, 91, 170, 172, 230
-SLOW_DOWN_FIELDS = {75: "heat", 269: "heat (driver)", 270: "heat (hardware)", 271: "power brake"}
-"""Nanoseconds for which one of ``HARMFUL_REASONS`` lowered the clock. The first is all that older drivers count."""
+SLOW_DOWN_FIELDS = {75: "heat (driver)", 270: "heat (hardware)", 271: "power brake"}
+"""Nanoseconds for which one of ``HARMFUL_REASONS`` lowered the clock."""
+NUMBERED_SINCE = (580, 82)
+"""The driver from which on fields 270 and 271 have this meaning: to those before they are settings of power smoothing.
+"""
 RECOVERY_ACTIONS = {1: "reset the GPU", 2: "reboot the node", 3: "drain peer-to-peer traffic", 4: "drain and reset"}
 _VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by NVML's valueType
 
@@ -99,8 +102,10 @@ class NvmlGpu:
 
     def slow_down_seconds(self) -> dict[str, float]:
         """Since the driver started, by cause in words; causes that are not reported are left out."""
-        times = zip(SLOW_DOWN_FIELDS.values(), self.fields(list(SLOW_DOWN_FIELDS)), strict=True)
-        return {cause: nanoseconds / 1e9 for cause, nanoseconds in times if nanoseconds is not None}
+        version = [int(part) for part in (driver_version(self.nvml) or "").split(".") if part.isdecimal()]
+        wanted = [field for field in SLOW_DOWN_FIELDS if field < 200 or tuple(version[:2]) >= NUMBERED_SINCE]
+        times = zip(wanted, self.fields(wanted), strict=True)
+        return {SLOW_DOWN_FIELDS[field]: nanoseconds / 1e9 for field, nanoseconds in times if nanoseconds is not None}
 
     def joules(self) -> float | None:
         """The energy counter."""

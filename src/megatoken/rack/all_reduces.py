@@ -11,7 +11,7 @@ import statistics
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ SIZES = {"nccl": (2**14, 2**27), "gloo": (2**14, 2**22)}
 """Bytes of a small all-reduce, for its latency, and of a large one, for its rate."""
 BETWEEN = {"nccl": "one GPU of each node (NCCL)", "gloo": "one process of each node (gloo)"}
 WINDOWS, WINDOWS_SECONDS = 3, 0.3
-MEET_SECONDS, LIMIT_SECONDS = 30.0, 60.0
+RENDEZVOUS_SECONDS, LIMIT_SECONDS = 30.0, 60.0
 """How long a rank waits for the other one, and how long all of it may take."""
 MOST_FAILURES = 2
 """Pairs of a node that may fail before it is left alone, if none worked: each may take all of its time."""
@@ -48,7 +48,7 @@ class Reduced:
     wrong: int  # elements of the results
 
 
-def meet(host: str) -> tuple[Device, int]:
+def device_and_port(host: str) -> tuple[Device, int]:
     """What this node computes on, and a port that is free at ``host``, an address of it."""
     with socket.create_server((host, 0)) as server:
         return device_here(), int(server.getsockname()[1])
@@ -56,7 +56,9 @@ def meet(host: str) -> tuple[Device, int]:
 
 def all_reduce(backend: str, rank: int, rendezvous: str, address: str) -> list[dict[str, Any]] | str:
     """Run one of the two ranks on this node, whose address is given; what rank 0 measured, or why it failed."""
-    task = Task(backend, 2, rank, 0, rendezvous, SIZES[backend], WINDOWS, WINDOWS_SECONDS, [OPERATION], MEET_SECONDS)
+    task = Task(
+        backend, 2, rank, 0, rendezvous, SIZES[backend], WINDOWS, WINDOWS_SECONDS, [OPERATION], RENDEZVOUS_SECONDS
+    )
     try:
         return list(run_tasks([task], LIMIT_SECONDS, _interface(address) | os.environ))
     except (MegatokenError, OSError) as error:
@@ -71,11 +73,12 @@ def between_nodes(
     running: dict[Pair, tuple[str, list[Any]]] = {}
     for pair in pairs:
         until = time.monotonic() + ANSWER_SECONDS
-        met = [_answer(ray, one, until) for one in [actors[name].meet.remote(addresses[name]) for name in pair]]
-        if reasons := _reasons(pair, met):
+        asked = [actors[name].device_and_port.remote(addresses[name]) for name in pair]
+        offered = [_answer(ray, one, until) for one in asked]
+        if reasons := _reasons(pair, offered):
             found[pair] = reasons
             continue
-        (device, port), (other, _) = met
+        (device, port), (other, _) = offered
         backend = "nccl" if device == other == "gpu" else "gloo"
         rendezvous = f"tcp://{addresses[pair[0]]}:{port}"
         ranks = [
@@ -91,8 +94,8 @@ def between_nodes(
 
 def of_all(
     names: Sequence[str], pairs: Container[Pair], measure: Callable[[Sequence[Pair]], Mapping[Pair, Reduced | str]]
-) -> dict[Pair, Reduced | str]:
-    """What ``measure`` finds of each of ``pairs`` of these nodes, in rounds of disjoint ones.
+) -> Iterator[dict[Pair, Reduced | str]]:
+    """What ``measure`` finds of each of ``pairs`` of these nodes, in rounds of disjoint ones; all of it after each.
 
     A node that works with no other is left alone after two failures, and its other pairs fail without a try.
     """
@@ -111,7 +114,7 @@ def of_all(
                 failures.update(pair)
         not_tried = [pair for pair in chosen if pair not in tried]
         found |= dict.fromkeys(not_tried, f"not tried after {MOST_FAILURES} failures of a node")
-    return found
+        yield found
 
 
 def outcomes_of(found: Mapping[Pair, Reduced | str]) -> list[Outcome]:

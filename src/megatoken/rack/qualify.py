@@ -16,7 +16,7 @@ from megatoken.hardware.qualify.fleet import Pair, isolate
 from megatoken.hardware.qualify.parts import gpus_here, joined, qualify_gpus
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import entry_of_test, qualify
-from megatoken.hardware.qualify.values import NotRun
+from megatoken.hardware.qualify.values import NotRun, Outcome
 from megatoken.rack import all_reduces
 from megatoken.rack.cluster import Cluster
 from megatoken.rack.links import links_entry, listen, measure, measured
@@ -59,9 +59,9 @@ class NodeActor:
         """See ``links.measure``."""
         return measure(host, port, nonce)
 
-    def meet(self, host: str) -> tuple[str, int]:
-        """See ``all_reduces.meet``."""
-        return all_reduces.meet(host)
+    def device_and_port(self, host: str) -> tuple[str, int]:
+        """See ``all_reduces.device_and_port``."""
+        return all_reduces.device_and_port(host)
 
     def all_reduce(self, backend: str, rank: int, rendezvous: str, address: str) -> list[dict[str, Any]] | str:
         """See ``all_reduces.all_reduce``."""
@@ -129,8 +129,12 @@ def qualify_rack(
         rest = [name for name in nodes if name not in problems or not problems[name].is_fault]
         isolated = isolate(rest, rates, all_pairs=full)
         yield all_of_them([links_entry(isolated, len(rest), links)]) | {"complete": False}
-        reduced = all_reduces.of_all(rest, links, partial(all_reduces.between_nodes, ray, actors, addresses))
-        yield all_of_them([links_entry(isolated, len(rest), links, all_reduces.outcomes_of(reduced))])
+        measure_pairs = partial(all_reduces.between_nodes, ray, actors, addresses)
+        reduced: Sequence[Outcome] = ()
+        for found in all_reduces.of_all(rest, links, measure_pairs):
+            reduced = all_reduces.outcomes_of(found)
+            yield all_of_them([links_entry(isolated, len(rest), links, reduced)]) | {"complete": False}
+        yield all_of_them([links_entry(isolated, len(rest), links, reduced)])
     finally:
         cluster.close()
 

@@ -19,9 +19,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_answers_are_those_of_the_package(precision: str, tiny: Setting) -> None:
-    repeated, kept, digest = engine_answers.on_cpu(replace(tiny, precision=precision))  # type: ignore[arg-type]
-    assert isinstance(repeated, Value) and isinstance(kept, Value) and isinstance(digest, Value)
-    assert (repeated.windows, kept.windows, digest.better) == ([0], [0], "same")
+    repeated, kept = engine_answers.on_cpu(replace(tiny, precision=precision))  # type: ignore[arg-type]
+    assert isinstance(repeated, Value) and isinstance(kept, Value)
+    assert (repeated.windows, kept.windows) == ([0], [0])
     assert repeated.title == f"24 answers of the reference model in {precision}, computed twice"
 
 

@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, repeat
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from megatoken.errors import ExitCode, UsageError
 from megatoken.files import plain, to_json
+from megatoken.hardware.nvml import NvmlGpu
 from megatoken.hardware.qualify import catalog, processor, session
 from megatoken.hardware.qualify.catalog import SETTINGS, TESTS, HardwareTest, choose
 from megatoken.hardware.qualify.processes import Ended, Returned
@@ -59,23 +62,39 @@ def test_errors_that_a_gpu_counts_are_named_with_the_test_during_which(
 
 
 def test_a_slow_down_between_two_looks_is_found_by_its_time(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    nanoseconds = chain([5e9], repeat(5e9 + 4e8))  # at the start, and after the test
+    nanoseconds = chain([5e9, 5e9 + 6e8], repeat(5e9 + 14e8))  # at the start, and after each test
 
     class Hot(StandInNvml):
+        def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+            return "580.159.04"
+
         def nvmlDeviceGetFieldValues(self, gpu: int, wanted: list[Any]) -> list[Any]:  # noqa: N802
             if 270 in wanted:
                 self.fields |= {75: 0.0, 270: next(nanoseconds)}
             return super().nvmlDeviceGetFieldValues(gpu, wanted)
 
-    library = Hot()
-    *_, slowed = counted(library, tiny, monkeypatch)
-    assert (slowed["name"], slowed["verdict"], slowed["note"]) == (
-        "slowed_longest",
-        "FAIL",
-        "0.4 s by heat (hardware) during Test steady",
-    )
-    library.fields = {}
-    assert "slowed_longest" not in [value["name"] for value in counted(StandInNvml(), tiny, monkeypatch)]
+    def slow_downs(document: dict[str, Any]) -> tuple[Any, ...]:
+        (value,) = (one for one in document["tests"][-1]["values"] if one["name"] == "slow_downs")
+        return value["verdict"], value["median"], value["note"]
+
+    monkeypatch.setitem(sys.modules, "pynvml", Hot())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    first, second = qualify([fault("steady"), fault("one_layer")], tiny, "gpu")
+    few = "0.6 s by heat (hardware) during Test steady"
+    assert slow_downs(first) == ("PASS", 0, few)
+    assert slow_downs(second) == ("FAIL", 1, f"{few}; 0.8 s by heat (hardware) during Test one_layer")
+    assert "slow_downs" not in [value["name"] for value in counted(StandInNvml(), tiny, monkeypatch)]
+
+
+@pytest.mark.parametrize(
+    ("driver", "causes"),
+    [("580.82.07", ["heat (driver)", "heat (hardware)"]), ("580.65.06", ["heat (driver)"]), ("", ["heat (driver)"])],
+)
+def test_older_drivers_count_other_things_under_the_numbers_of_slow_downs(driver: str, causes: list[str]) -> None:
+    library = StandInNvml()
+    library.fields |= {75: 1e9, 270: 2e9}
+    library.nvmlSystemGetDriverVersion = lambda: driver  # type: ignore[method-assign]
+    assert list(NvmlGpu(library, 0).slow_down_seconds()) == causes
 
 
 def counted(library: StandInNvml, tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -440,6 +459,28 @@ def test_tests_of_the_host_run_while_one_idles(
     assert [test["name"] for test in last["tests"]] == names.split(), "in their order, whichever ended first"
     assert last["complete"] and not any(document["complete"] for document in documents)
     assert counts == [(ended, len(tests)) for ended in range(len(tests))]
+
+
+def test_a_qualification_that_is_given_up_leaves_no_process_that_idles(tiny: Setting) -> None:
+    idle = replace(fault("kept_memory"), idles=True)
+    host = replace(fault("steady"), of_host=True)
+    documents = qualify([idle, host], replace(tiny, idle_seconds=60.0), "cpu")
+    before = set(psutil.Process().children(recursive=True))
+    assert next(documents)["tests"][0]["verdict"] == "PASS"
+    (idling,) = set(psutil.Process(forkserver._forkserver._forkserver_pid).children()) - before  # type: ignore[attr-defined]
+    documents.close()  # type: ignore[attr-defined]
+    assert not idling.is_running() or idling.status() == psutil.STATUS_ZOMBIE
+
+
+def test_errors_while_a_test_idles_may_be_of_either(tiny: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    corrected = chain([0, 0, 2], repeat(2))  # by the inventory, at the start, after the test of the host
+    library = StandInNvml(TotalEccErrors=lambda gpu, kind, counter: 0 if kind or gpu else next(corrected))
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    idle, host = replace(fault("kept_memory"), idles=True), replace(fault("steady"), of_host=True)
+    *_, document = qualify([idle, host], replace(tiny, idle_seconds=0.01), "gpu")
+    (errors,) = (value for value in document["tests"][-1]["values"] if value["name"] == "errors_corrected")
+    assert errors["note"] == "2 corrected memory errors during Test steady and Test kept_memory"
 
 
 @pytest.mark.timing

@@ -77,7 +77,7 @@ TESTS: dict[Device, tuple[HardwareTest, ...]] = {
         HardwareTest("steps", "Steps of the engine", f"{HERE}.engine_steps:on_gpu", quick=False),
         HardwareTest("pulse", "Load and pauses in turn", f"{HERE}.gpu_power:pulse", quick=False),
         HardwareTest(
-            "products", "Products of a 70B layer, each by itself", f"{HERE}.gpu_products:one_by_one", quick=False
+            "products", "Products of a 70B layer, each by itself", f"{HERE}.gpu_products:one_by_one", 120.0, quick=False
         ),
         HardwareTest("bf16_cache", "Attention over a bf16 cache", f"{HERE}.gpu_kernels:bf16_cache", quick=False),
         HardwareTest("formats", "Products in other formats", f"{HERE}.gpu_products:formats", quick=False),

@@ -127,7 +127,7 @@ def memory_pattern(size_bytes: int, device: torch.device) -> Value:
 
 
 def idle_memory(setting: Setting) -> Outcomes:
-    """Whether a pattern in almost all memory of the first GPU is still there after a time without work."""
+    """Whether a pattern in memory of the first GPU is still there after a time without work."""
     device = torch.device("cuda", 0)
     yield kept_pattern(_most_bytes(setting, device), device, setting.idle_seconds)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from megatoken.hardware.nvml import HARDWARE_XIDS, NvmlGpu, gpus_of
-from megatoken.hardware.qualify.catalog import HardwareTest
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.values import NotRun, Outcome, Value
 from megatoken.hardware.telemetry import ERROR_WORDS
@@ -14,6 +14,8 @@ from megatoken.hardware.telemetry import ERROR_WORDS
 CORRECTED = {"ecc_corrected_errors", "pcie_replays", "nvlink_errors", "c2c_errors"}
 """Counters whose growth loses no data. It is a warning; growth of any other is a fault."""
 XIDS = "xid_errors"
+MOST_SLOWED_SECONDS = 1.0
+"""By one cause in all tests together: a change of the clock alone is sometimes counted, for milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,13 @@ class ErrorWatch:
             self._known.add(XIDS)
         self._seen: list[_Seen] = []
         self._slow = [gpu.slow_down_seconds() for gpu in self._gpus]
-        self._slowed: list[tuple[float, str]] = []  # seconds, and all of it in words
+        self._slowed: defaultdict[tuple[int, str], float] = defaultdict(float)  # seconds, by GPU and cause
+        self._slowed_words: list[str] = []
 
-    def look(self, test: HardwareTest) -> None:
-        """Ascribe what is new to a test that has just ended."""
+    def look(self, during: str) -> None:
+        """Ascribe what is new to a test that has just ended, or to several at the same time, by their titles."""
         for index, gpu in enumerate(self._gpus):
-            where = f" during {test.title}" + (f", GPU {index}" if len(self._gpus) > 1 else "")
+            where = f" during {during}" + (f", GPU {index}" if len(self._gpus) > 1 else "")
             before, self._counts[index] = self._counts[index], asdict(gpu.counters())
             for name, count in self._counts[index].items():
                 if before[name] is None:
@@ -59,7 +62,8 @@ class ErrorWatch:
             before_seconds, self._slow[index] = self._slow[index], gpu.slow_down_seconds()
             for cause, seconds in self._slow[index].items():
                 if (more_seconds := seconds - before_seconds.get(cause, seconds)) > 0:
-                    self._slowed.append((more_seconds, f"{more_seconds:.3g} s by {cause}{where}"))
+                    self._slowed[index, cause] += more_seconds
+                    self._slowed_words.append(f"{more_seconds:.3g} s by {cause}{where}")
 
     def ended(self) -> Ended:
         """All of it, as if a test had returned it. Without NVML there is nothing: the test ``facts`` says so."""
@@ -71,10 +75,10 @@ class ErrorWatch:
         yield self._value("errors_counted", "Errors during the tests", errors, note, corrected=False)
         errors, note = self._sum(corrected=True)
         yield self._value("errors_corrected", "Corrected errors during the tests", errors, note, corrected=True)
-        if any(self._slow):  # exact, where samples of the reasons can miss a short one
-            longest = max((seconds for seconds, _ in self._slowed), default=0.0)
-            note = "; ".join(words for _, words in self._slowed)
-            yield Value("slowed_longest", "Longest slow-down by heat or hardware", "s", [longest], "zero", note=note)
+        if any(self._slow) or self._slowed:  # a card that fell off the bus answers no more
+            title = f"Slow-downs by heat or hardware that took over {MOST_SLOWED_SECONDS:.0f} s in all"
+            long = sum(seconds > MOST_SLOWED_SECONDS for seconds in self._slowed.values())
+            yield Value("slow_downs", title, "causes", [long], "zero", note="; ".join(self._slowed_words))
 
     def _sum(self, *, corrected: bool) -> tuple[int, str]:
         of_kind = [one for one in self._seen if (one.counter in CORRECTED) is corrected]

@@ -8,11 +8,10 @@ from torch import Tensor
 from megatoken.engine.config import SHAPES
 from megatoken.engine.gpus import Gpu
 from megatoken.engine.ops import fused, paged_attention, prompt_attention
-from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds, limited_by_power
+from megatoken.hardware.qualify.gpu_timing import BF16, DEVICE, E4M3, gpu_seconds, limited_by_power, start
 from megatoken.hardware.qualify.shapes import GPU_ATTENTION
 from megatoken.hardware.qualify.timing import on_the_best_core, rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
-from megatoken.hardware.specification import data_sheet
 
 MODEL = SHAPES[GPU_ATTENTION.shape]
 SEQUENCES, CONTEXT, PAGE_SIZE = GPU_ATTENTION.sequences, GPU_ATTENTION.prompt_tokens, 32
@@ -25,9 +24,8 @@ BATCH = 100
 @torch.inference_mode()
 def kernels(setting: Setting) -> Outcomes:
     """One layer of a 70B model; bytes that must be moved over the time."""
-    torch.cuda.set_device(DEVICE)
-    torch.manual_seed(0)
-    sheet, bound = _sheet_and_memory_bound()
+    sheet = start()
+    bound = _memory_bound(sheet)
     k, v, table = _cache(E4M3)
     yield _decode_attention("decode_attention", "fp8 cache", k, v, table, bound, setting)
 
@@ -76,16 +74,13 @@ def kernels(setting: Setting) -> Outcomes:
 @torch.inference_mode()
 def bf16_cache(setting: Setting) -> Outcomes:
     """Decode attention over a cache of bf16, as the engine has it for weights in bf16."""
-    torch.cuda.set_device(DEVICE)
-    torch.manual_seed(0)
-    _, bound = _sheet_and_memory_bound()
+    bound = _memory_bound(start())
     k, v, table = _cache(BF16)
     yield _decode_attention("decode_attention_bf16", "bf16 cache", k, v, table, bound, setting)
 
 
-def _sheet_and_memory_bound() -> tuple[Gpu | None, Bound | None]:
-    sheet = data_sheet(torch.cuda.get_device_name(DEVICE))
-    return sheet, None if sheet is None else Bound(sheet.memory_bytes_per_second / 1e9, "data sheet of the memory")
+def _memory_bound(sheet: Gpu | None) -> Bound | None:
+    return None if sheet is None else Bound(sheet.memory_bytes_per_second / 1e9, "data sheet of the memory")
 
 
 def _cache(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,8 +18,8 @@ from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.schemes import find_scheme
 from megatoken.hardware.nvml import HARMFUL_REASONS, SensorError, nvml_gpu, words_of
 from megatoken.hardware.power import PowerSampler
-from megatoken.hardware.qualify.gpu_products import SCALINGS, Weights, product_bound, start
-from megatoken.hardware.qualify.gpu_timing import device_uuid, gpu_seconds, repeat_for
+from megatoken.hardware.qualify.gpu_products import SCALINGS, Weights, product_bound
+from megatoken.hardware.qualify.gpu_timing import device_uuid, gpu_seconds, repeat_for, start
 from megatoken.hardware.qualify.shapes import products_of
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value

@@ -21,11 +21,11 @@ from megatoken.hardware.qualify.gpu_timing import (
     gaussian_e4m3,
     gpu_seconds,
     limited_by_power,
+    start,
 )
 from megatoken.hardware.qualify.shapes import GPU_LAYERS, Product, bound_seconds, products_of
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, NotRun, Outcomes, Setting, Value
-from megatoken.hardware.specification import data_sheet
 
 SCALINGS: dict[Precision, str] = {"bf16": "bf16", "fp8": "tensor"}
 LAYERS = 8
@@ -205,13 +205,6 @@ def zeros(setting: Setting) -> Outcomes:
     ratios = [one / other for one, other in zip(random, zero, strict=True)]
     title = "Rate of random values over that of zeros"
     yield Value("random_over_zeros", title, "of zeros", ratios, note="below 1 where power limits the clock")
-
-
-def start() -> Gpu | None:
-    """Choose the first GPU and the same random values each time; returns its data sheet. Raises if there is no GPU."""
-    torch.cuda.set_device(DEVICE)
-    torch.manual_seed(0)
-    return data_sheet(torch.cuda.get_device_name(DEVICE))
 
 
 def product_bound(sheet: Gpu | None, precision: str) -> Bound | None:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatoken.engine.gpus import Gpu
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 from megatoken.hardware.qualify.values import Setting
+from megatoken.hardware.specification import data_sheet
 
 DEVICE = torch.device("cuda", 0)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -36,6 +38,13 @@ PIECES = 10
 BATCH = 16
 E4M3_SPREAD = 90.0
 """Standard deviation of random e4m3 values: the whole range is used and little of it saturates."""
+
+
+def start() -> Gpu | None:
+    """Choose the first GPU and the same random values each time; returns its data sheet. Raises if there is no GPU."""
+    torch.cuda.set_device(DEVICE)
+    torch.manual_seed(0)
+    return data_sheet(torch.cuda.get_device_name(DEVICE))
 
 
 def device_uuid() -> str:

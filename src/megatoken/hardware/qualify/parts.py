@@ -20,6 +20,8 @@ from megatoken.hardware.qualify.session import entry_of_test, qualify
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
 from megatoken.text import number
 
+COMPILERS = ("triton", "cuda-bindings")
+"""Packages that compile the engine's kernels."""
 DIFFERENCES = HardwareTest(SPREAD, "Differences between like parts", "")
 
 
@@ -208,10 +210,11 @@ def spread(documents: Mapping[str, Mapping[str, Any]], kind: str) -> list[dict[s
 
 
 def _libraries(document: Mapping[str, Any]) -> list[str]:
-    """PyTorch and cuBLAS with their versions, on which the bits of a product depend."""
+    """PyTorch, cuBLAS and compilers of kernels with their versions, on which the bits of a result depend."""
     machine = document["machine"]
     found = [version for name, version in machine["all_packages"].items() if name.startswith("nvidia-cublas")]
-    return [f"PyTorch {machine['packages']['torch']}", f"cuBLAS {', '.join(found) or 'unknown'}"]
+    compilers = [f"{name} {version}" for name in COMPILERS if (version := machine["packages"].get(name))]
+    return [f"PyTorch {machine['packages']['torch']}", f"cuBLAS {', '.join(found) or 'unknown'}", *compilers]
 
 
 def _different(wrong: Sequence[str], parts: int, kind: str) -> Judged:

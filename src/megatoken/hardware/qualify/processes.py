@@ -125,6 +125,12 @@ class RunningTest:
             self._ours.close()
         return Ended(tuple(returned), time.monotonic() - self._began, fault)
 
+    def stop(self) -> None:
+        """End it, if it has not ended, and forget what it returned."""
+        self._process.kill()
+        self._process.join(GRACE_SECONDS)
+        self._ours.close()
+
 
 def ending_of(exit_code: int | None) -> str:
     """How a process ended, in words; None: it did not."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatoken.engine.gpus import gpus
 from megatoken.errors import ExitCode
@@ -109,46 +109,47 @@ def qualify(
         shown = None if tests[index].whole else gpu
         return RunningTest(tests[index], replace(setting, measured=dict(measured)), limit, shown)
 
-    turns, first_round = _Turns(tests, start), True
-    while turns.left:
-        if progress:
-            progress(sum(map(len, runs)), sum(map(len, runs)) + turns.left)
-        index, ended = turns.next()
-        watch.look(tests[index])
-        runs[index].append(ended)
-        outcomes = [one.outcome for one in merged(runs[index])]
-        measured |= {one.name: one.median for one in outcomes if isinstance(one, Value) and one.windows}
-        ran = [(test, of_test) for test, of_test in zip(tests, runs, strict=True) if of_test]
-        repeated = (one.outcome for test, of_test in ran if test.twice and of_test[1:] for one in merged(of_test))
-        between_runs = spread_between_runs(one for one in repeated if isinstance(one, Value))
-        results = [
-            entry_of_test(test, of_test, "" if capped else part, earlier, between_runs, shared_by)
-            for test, of_test in ran
-        ]
-        if not turns.left and first_round:
-            turns.add(index for index, test in enumerate(tests) if test.twice)
-            first_round = False
-        if not turns.left:
-            slow = [index for index, result in enumerate(results) if _is_slow(result)]
-            once = [index for index in slow if len(runs[index]) == 1]
-            if once:
-                turns.add(once)
-            elif slow and device == "cpu" and sum(len(of_test[2:]) for of_test in runs) < CONFIRMATIONS:
-                turns.add([min(slow, key=lambda index: len(runs[index]))])
-        if (counted := watch.ended()).returned:
-            results.append(entry_of_test(errors, [counted], "", {}, 0.0))
-        notes = list(remarks)
-        compared = any(value.get("baseline") is not None for result in results for value in result["values"])
-        if baseline is not None and not turns.left and not compared:
-            notes.append(f"No value is in the baseline {baseline} under the same name, title and unit.")
-        document = document | {
-            "notes": notes,
-            "complete": not turns.left,
-            "seconds": time.monotonic() - began,
-            "verdict": overall(results),
-            "tests": results,
-        }
-        yield document | {"answer": answer(document)}
+    first_round = True
+    with _Turns(tests, start) as turns:
+        while turns.left:
+            if progress:
+                progress(sum(map(len, runs)), sum(map(len, runs)) + turns.left)
+            index, ended = turns.next()
+            watch.look(" and ".join(tests[number].title for number in (index, *turns.idling)))
+            runs[index].append(ended)
+            outcomes = [one.outcome for one in merged(runs[index])]
+            measured |= {one.name: one.median for one in outcomes if isinstance(one, Value) and one.windows}
+            ran = [(test, of_test) for test, of_test in zip(tests, runs, strict=True) if of_test]
+            repeated = (one.outcome for test, of_test in ran if test.twice and of_test[1:] for one in merged(of_test))
+            between_runs = spread_between_runs(one for one in repeated if isinstance(one, Value))
+            results = [
+                entry_of_test(test, of_test, "" if capped else part, earlier, between_runs, shared_by)
+                for test, of_test in ran
+            ]
+            if not turns.left and first_round:
+                turns.add(index for index, test in enumerate(tests) if test.twice)
+                first_round = False
+            if not turns.left:
+                slow = [index for index, result in enumerate(results) if _is_slow(result)]
+                once = [index for index in slow if len(runs[index]) == 1]
+                if once:
+                    turns.add(once)
+                elif slow and device == "cpu" and sum(len(of_test[2:]) for of_test in runs) < CONFIRMATIONS:
+                    turns.add([min(slow, key=lambda index: len(runs[index]))])
+            if (counted := watch.ended()).returned:
+                results.append(entry_of_test(errors, [counted], "", {}, 0.0))
+            notes = list(remarks)
+            compared = any(value.get("baseline") is not None for result in results for value in result["values"])
+            if baseline is not None and not turns.left and not compared:
+                notes.append(f"No value is in the baseline {baseline} under the same name, title and unit.")
+            document = document | {
+                "notes": notes,
+                "complete": not turns.left,
+                "seconds": time.monotonic() - began,
+                "verdict": overall(results),
+                "tests": results,
+            }
+            yield document | {"answer": answer(document)}
 
 
 class _Turns:
@@ -167,6 +168,19 @@ class _Turns:
     def add(self, numbers: Iterable[int]) -> None:
         """Let tests run after the others."""
         self._queue.extend(numbers)
+
+    @property
+    def idling(self) -> Sequence[int]:
+        """The test that waits meanwhile, if one does."""
+        return [] if self._idle is None else [self._idle[0]]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A qualification that is given up must not leave a process that holds a GPU's memory."""
+        if self._idle is not None:
+            self._idle[1].stop()
 
     def next(self) -> tuple[int, Ended]:
         """Wait for the next end of a test."""
