@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from qualify_faults import flip_weight_between_passes
+from qualify_faults import flip_weight_between_passes, flip_while_idle
 
 from megatoken.hardware.qualify import collectives, engine_answers, exact, facts, gpu_copies, gpu_power, gpu_products
 from megatoken.hardware.qualify.values import Outcomes, Setting, Value
@@ -111,16 +111,7 @@ def flipped_memory(setting: Setting) -> Outcomes:
 
 def lost_while_idle(setting: Setting) -> Outcomes:
     """One bit of the GPU's memory changes while it has no work."""
-    fill, kept = exact.fill_pattern, []
-
-    def fill_and_keep(buffer: torch.Tensor, seed: int) -> None:
-        fill(buffer, seed)
-        kept.append(buffer)
-
-    def sleep(seconds: float) -> None:
-        kept[0][54_321] ^= 1 << 7
-
-    exact.fill_pattern, exact.time.sleep = fill_and_keep, sleep  # type: ignore[attr-defined]
+    flip_while_idle()
     yield from exact.idle_memory(setting)
 
 

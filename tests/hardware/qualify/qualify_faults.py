@@ -200,6 +200,12 @@ def kept_memory(setting: Setting) -> Outcomes:
 
 def lost_while_idle(setting: Setting) -> Outcomes:
     """One bit of memory changes while nothing happens."""
+    flip_while_idle()
+    yield from kept_memory(setting)
+
+
+def flip_while_idle() -> None:
+    """A bit of the pattern, in place of the wait."""
     fill, kept = exact.fill_pattern, []
 
     def fill_and_keep(buffer: torch.Tensor, seed: int) -> None:
@@ -210,7 +216,6 @@ def lost_while_idle(setting: Setting) -> Outcomes:
         kept[0][4_321] ^= 1 << 7
 
     exact.fill_pattern, exact.time.sleep = fill_and_keep, sleep  # type: ignore[attr-defined]
-    yield from kept_memory(setting)
 
 
 def sleeps_a_second(setting: Setting) -> Outcomes:
