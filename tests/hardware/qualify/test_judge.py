@@ -431,6 +431,26 @@ def test_the_rate_of_all_cores_is_set_next_to_a_higher_one_of_one_core() -> None
 
 
 @pytest.mark.parametrize(
+    ("gigabytes", "with_baseline", "verdict", "words"),
+    [
+        (53.6, True, "PASS", ""),
+        (51.0, True, "MARGINAL", "may take up to 5%: repeat it later"),
+        (47.0, True, "FAIL", "other virtual machines take 5% at most"),
+        (48.0, False, "MARGINAL", "may take up to 5%: repeat it later"),
+        (45.0, False, "MARGINAL", "may take up to 5%: repeat it later"),
+        (27.0, False, "FAIL", "other virtual machines take 5% at most"),
+    ],
+)
+def test_a_link_on_a_virtual_machine_fails_where_others_cannot_be_the_cause(
+    gigabytes: float, with_baseline: bool, verdict: str, words: str
+) -> None:
+    value, band = Value("copy_to_gpu", "Copy", "GB/s", [gigabytes] * 5), Band(49.4, 57.0, ("somebody",))
+    earlier = Earlier(55.4, 0.001, slowest=55.3) if with_baseline else None
+    judged = judge(value, band, earlier, noisy=False, taken_share=0.05)
+    assert judged.verdict == verdict and judged.reason.endswith(words), judged.reason
+
+
+@pytest.mark.parametrize(
     ("device", "name", "share"),
     [
         ("cpu", "core_clock", 0.25),
@@ -442,7 +462,8 @@ def test_the_rate_of_all_cores_is_set_next_to_a_higher_one_of_one_core() -> None
         ("gpu", "all_reduce_134217728", 0.0),
         ("gpu", "graph_kernel", 0.0),
         ("gpu", "gemm_bf16_8192", 0.0),
-        ("gpu", "copy_to_gpu", 0.0),
+        ("gpu", "copy_to_gpu", 0.05),
+        ("gpu", "copy_both_ways", 0.0),
     ],
 )
 def test_what_other_virtual_machines_may_take_is_of_the_host(device: Device, name: str, share: float) -> None:

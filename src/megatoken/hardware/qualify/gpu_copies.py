@@ -33,7 +33,7 @@ MOST_BYTES = 2**29
 BOTH_WAYS_FACTOR = 4
 """The two directions share the link differently for tenths of a second: windows so many times as long average that,
 where the rate is judged."""
-SHARED_MEMORY = "recorded only: on a virtual machine this rate follows the host: 81 to 102 GB/s were seen"
+SHARED_MEMORY = "recorded only: on a virtual machine this rate follows the host: 70 to 102 GB/s were seen"
 TRANSFERS_PER_LANE = {3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 """Gigatransfers/s of a PCIe lane by generation."""
 ENCODING = 128 / 130

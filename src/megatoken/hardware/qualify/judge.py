@@ -182,6 +182,10 @@ def judge(
     judged = max(compared, key=lambda one: ORDER.index(one.verdict))
     if judged.verdict is Verdict.PASS or not (noisy or taken_share):
         return judged
+    given_all = speed_without_others(outcome.median, outcome.better, taken_share)
+    still = _compared(outcome, given_all, band, earlier, between_runs)
+    if not noisy and any(one.verdict is Verdict.FAIL for one in still):
+        return Judged(Verdict.FAIL, f"{judged.reason}; other virtual machines take {taken_share:.0%} at most")
     fastest = (min if outcome.better == "lower" else max)(outcome.windows)
     slowest = None if earlier is None else earlier.slowest
     if slowest is not None and far_behind(fastest, slowest, outcome.better, core_wait_share, taken_share):
@@ -216,6 +220,11 @@ def _compared(
 def baseline_limit(median: float, allowed: float, better: str) -> float:
     """What passes at the worst next to a baseline of this median, if it may be worse by the share ``allowed``."""
     return median * (1 + allowed if better == "lower" else 1 - allowed)
+
+
+def speed_without_others(median: float, better: str, taken_share: float) -> float:
+    """What a speed would be at best if other virtual machines took nothing of the host."""
+    return median * (1 - taken_share) if better == "lower" else median / (1 - taken_share)
 
 
 def far_behind(

@@ -14,7 +14,16 @@ from megatoken.hardware.nvml import all_gpus, open_nvml
 from megatoken.hardware.qualify.catalog import Device, HardwareTest, visible_names
 from megatoken.hardware.qualify.document import MARK, SPREAD
 from megatoken.hardware.qualify.fleet import FEWEST, different_parts, graded_parts
-from megatoken.hardware.qualify.judge import Judged, Verdict, answer, far_behind, overall, verdict_of_test, worst
+from megatoken.hardware.qualify.judge import (
+    Judged,
+    Verdict,
+    answer,
+    far_behind,
+    overall,
+    speed_without_others,
+    verdict_of_test,
+    worst,
+)
 from megatoken.hardware.qualify.processes import Ended, Returned
 from megatoken.hardware.qualify.session import entry_of_test, qualify
 from megatoken.hardware.qualify.values import SPEEDS, Setting, Value
@@ -237,7 +246,8 @@ def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], 
     A noisy one, or one that other machines of the host can slow, fails only if it is far behind the slowest windows of
     all parts.
     """
-    middle = statistics.median(value["median"] for value in values.values())
+    medians = {part: value["median"] for part, value in values.items()}
+    middle = statistics.median(medians.values())
     best_of, worst_of = (min, max) if better == "lower" else (max, min)
     slowest = statistics.median(worst_of(value["windows"]) for value in values.values())
     most_are_noisy = 2 * sum(value["noisy"] for value in values.values()) > len(values)
@@ -245,7 +255,9 @@ def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], 
     for part, verdict in slow.items():
         value = values[part]
         waited, taken = value["core_wait_share"], value["taken_share"]
-        counts = not (value["noisy"] or most_are_noisy or taken)
+        given_all = medians | {part: speed_without_others(value["median"], better, taken)}
+        still = graded_parts(given_all, better).get(part) is Verdict.FAIL
+        counts = not (value["noisy"] or most_are_noisy) and (still or not taken)
         counts |= far_behind(best_of(value["windows"]), slowest, better, waited, taken)
         verdicts.append(verdict if counts else Verdict.MARGINAL)
         behind = f"{abs(value['median'] / middle - 1):.1%} {'above' if better == 'lower' else 'below'} the median"
