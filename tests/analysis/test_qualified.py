@@ -64,18 +64,18 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_time_beyond_the_kernels_is_found_from_two_models() -> None:
     machine = machine_of(document("A processor, 2 cores", CPU_VALUES), "qualify.json")
-    rates = machine.processor_rates(FP32)
+    rates = machine.processor_rates(FP32, 12)
     for name, suffix in (("tiny", "_tiny"), ("125m", "")):
         cost = ProcessorCosts(SHAPES[name], FP32, rates).step_of(16, 16 * (128 + 3 + 1.5), (), 16)
         assert cost.seconds == pytest.approx(CPU_VALUES[f"decode_step{suffix}"] / 1e3)
     assert rates.token_seconds == 0  # documents of earlier versions lack the step with a prompt
     with pytest.raises(UsageError, match=r"no products of layers in bf16 were measured; give --precision fp32"):
-        machine.processor_rates(find_scheme("bf16"))
+        machine.processor_rates(find_scheme("bf16"), 12)
 
 
 def test_a_step_with_a_prompt_shows_what_a_token_takes_beyond_its_kernels() -> None:
     values = CPU_VALUES | {"mixed_step_tiny": 100.0}
-    rates = machine_of(document("A processor, 2 cores", values), "qualify.json").processor_rates(FP32)
+    rates = machine_of(document("A processor, 2 cores", values), "qualify.json").processor_rates(FP32, 12)
     assert rates.token_seconds > 0
     tiny, m125 = (ProcessorCosts(SHAPES[name], FP32, rates) for name in ("tiny", "125m"))
     for costs, steps, chunks, measured in (
@@ -86,7 +86,17 @@ def test_a_step_with_a_prompt_shows_what_a_token_takes_beyond_its_kernels() -> N
         cost = costs.step_of(16, 16 * (128 + steps), chunks, 16 + len(chunks))
         assert cost.seconds == pytest.approx(measured / 1e3)
     faster = machine_of(document("A processor, 2 cores", values | {"mixed_step_tiny": 51.0}), "qualify.json")
-    assert faster.processor_rates(FP32).token_seconds == 0  # other work slowed the kernels down
+    assert faster.processor_rates(FP32, 12).token_seconds == 0  # other work slowed the kernels down
+
+
+def test_where_both_models_do_not_fit_one_line_the_nearer_one_decides() -> None:
+    """Other work slowed the steps of the larger one: those of the smaller one stay what they were measured to be."""
+    values = CPU_VALUES | {"decode_step": 2000.0}
+    machine = machine_of(document("A processor, 2 cores", values), "qualify.json")
+    for name, measured in (("tiny", CPU_VALUES["decode_step_tiny"]), ("125m", 2000.0)):
+        costs = machine.costs(SHAPES[name], EngineConfig(precision="fp32"))
+        cost = costs.step_of(16, 16 * (128 + 3 + 1.5), (), 16)
+        assert cost.seconds == pytest.approx(measured / 1e3)
 
 
 def test_a_prediction_plans_every_token_once() -> None:

@@ -8,21 +8,24 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from megatoken.engine.config import Precision
-from megatoken.hardware.qualify.engine_answers import CPU_SIZES, GPU_SIZES, checksum, two_passes
+from megatoken.hardware.qualify.engine_answers import CPU_SIZES, GPU_SIZES, checksum, first_requests, two_passes
 
 
 def main(file: Path, precisions: list[str]) -> None:
     """Write the file."""
-    document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"made_on": {}, "checksums": {}}
+    document: dict[str, Any] = {"weights_sha256": "", "made_on": {}, "checksums": {}}
+    if file.exists():
+        document |= json.loads(file.read_text(encoding="utf-8"))
     _, *steps = GPU_SIZES if torch.cuda.is_available() else CPU_SIZES
     made_on = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     for precision in precisions:
-        first, second = two_passes(cast(Precision, precision), GPU_SIZES[0], *steps)
+        requests = first_requests(GPU_SIZES[0])
+        document["weights_sha256"], (first, second) = two_passes(cast(Precision, precision), requests, *steps)
         if first != second:
             raise SystemExit(f"{precision}: the same prompts had other answers the second time")
         document["made_on"][precision] = f"{made_on}, PyTorch {torch.__version__}"

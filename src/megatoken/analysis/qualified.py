@@ -97,7 +97,7 @@ class Machine:
         """
         scheme = scheme_of(config)
         if self.gpu is None:
-            return ProcessorCosts(model, scheme, self.processor_rates(scheme))
+            return ProcessorCosts(model, scheme, self.processor_rates(scheme, model.layers))
         return self._corrected(CostModel(model, scheme, self.gpu, cuda_graphs=config.cuda_graphs), scheme, self.gpu)
 
     def value_names(self, scheme: LinearScheme) -> list[str]:
@@ -123,8 +123,8 @@ class Machine:
                 "stop other work and repeat megatoken qualify."
             )
 
-    def processor_rates(self, scheme: LinearScheme) -> ProcessorRates:
-        """The kernels of a processor, and what steps of two models took beyond them."""
+    def processor_rates(self, scheme: LinearScheme, layers: int) -> ProcessorRates:
+        """The kernels of a processor, and what steps of two models took beyond them, for a model of so many layers."""
         if missing := [name for name in self.value_names(scheme) if name not in self.values and name != TOKEN_STEP]:
             raise self._lacking(missing, scheme.precision)
         precision, shape = scheme.precision, SHAPES[CPU_LOAD.shape]
@@ -156,8 +156,8 @@ class Machine:
         least, most = (max(0.0, beyond(load)) for load in (SMALL_LOAD, CPU_LOAD))
         layer = max(0.0, (most - least) / (many - few))
         step = least - few * layer
-        if step < 0:  # the measured kernels do not explain the larger model, whose steps matter more
-            layer, step = most / many, 0.0
+        if step < 0:  # the measured kernels do not explain both: the model whose size is nearer decides
+            layer, step = (least / few if layers - few < many - layers else most / many), 0.0
         return replace(rates, step_seconds=step, layer_seconds=layer)
 
     def _corrected(self, model: CostModel, scheme: LinearScheme, gpu: Gpu) -> CorrectedCosts:

@@ -189,7 +189,7 @@ def _rates(rack: Rack, simulation: Simulation) -> Iterator[Input]:
         yield Input("matrix products, data sheet", peak, f"TFLOP/s, {precision}", "nameplate", sheet)
         yield Input("memory bandwidth", gpu.memory_bytes_per_second / 1e12, "TB/s", "nameplate", sheet)
     if machine is not None and gpu is None:
-        rates = machine.processor_rates(scheme_of(rack.config))
+        rates = machine.processor_rates(scheme_of(rack.config), rack.model.layers)
         for tokens, rate in rates.products:
             name = f"products of {count_of(round(tokens), 'token')}"
             yield Input(name, rate / 1e9, "GFLOP/s", "measured", machine.source)

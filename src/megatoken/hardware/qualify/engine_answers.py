@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from megatoken.engine import Completion, Engine, EngineConfig, Request
 from megatoken.engine.config import REFERENCE, Precision, model_folder
 from megatoken.engine.device import gpu_obstacle
 from megatoken.engine.schemes import find_scheme
+from megatoken.errors import CheckpointError
 from megatoken.hardware.qualify.processor import engine_precision
 from megatoken.hardware.qualify.values import NotRun, Outcomes, Setting, Value
 from megatoken.text import count_of
@@ -33,9 +33,9 @@ ROUNDED_SHARE = 0.02
 
 def on_cpu(setting: Setting) -> Outcomes:
     """In the engine's fastest format for this processor."""
-    for outcome in _compared(engine_precision(setting), *CPU_SIZES):
-        if outcome.better != "same":  # the bits of like processors depend on what compiled the kernels
-            yield outcome
+    # The bits of like processors depend on what compiled the kernels.
+    found = _compared(engine_precision(setting), *CPU_SIZES)
+    yield from (one for one in found if isinstance(one, NotRun) or one.better != "same")
 
 
 def on_gpu(setting: Setting) -> Outcomes:
@@ -49,8 +49,21 @@ def on_gpu(setting: Setting) -> Outcomes:
         yield from _compared(precision, *GPU_SIZES)
 
 
-def two_passes(precision: Precision, prompts: int, sequences: int, step_tokens: int) -> list[list[Completion]]:
-    """The answers to the first held-out prompts, with log-probabilities, and those to the same prompts once more."""
+def first_requests(prompts: int) -> list[Request]:
+    """Of the held-out prompts. Raises CheckpointError: the file is missing or damaged."""
+    try:
+        rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:prompts]]
+        if len(rows) == prompts:
+            return [Request(row["prompt"], row["max_tokens"], logprobs=0) for row in rows]
+    except (LookupError, OSError, TypeError, ValueError):
+        pass
+    raise CheckpointError(f"{PROMPTS.name} is missing or damaged")
+
+
+def two_passes(
+    precision: Precision, requests: list[Request], sequences: int, step_tokens: int
+) -> tuple[str, list[list[Completion]]]:
+    """The SHA-256 of the weights, and the answers with log-probabilities: once, and once more."""
     config = EngineConfig(
         precision=precision,
         max_sequences=sequences,
@@ -58,10 +71,8 @@ def two_passes(precision: Precision, prompts: int, sequences: int, step_tokens: 
         cache_tokens=sequences * TOKENS_OF_A_SEQUENCE,
         cuda_graphs=False,  # the second pass would replay graphs of other lengths, which add in another order
     )
-    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:prompts]]
-    requests = [Request(row["prompt"], row["max_tokens"], logprobs=0) for row in rows]
     with Engine(REFERENCE, config) as engine:
-        return [engine.generate(requests) for _ in range(2)]
+        return engine.content_hash, [engine.generate(requests) for _ in range(2)]
 
 
 def checksum(answer: Completion) -> int:
@@ -69,21 +80,37 @@ def checksum(answer: Completion) -> int:
     return zlib.crc32(np.array(answer.token_ids, "<u4").tobytes())
 
 
-def stored(precision: Precision) -> list[int]:
-    """The checksums in the package."""
-    digits = json.loads(STORED.read_text(encoding="utf-8"))["checksums"][precision]
-    return [int(digits[first : first + 8], 16) for first in range(0, len(digits), 8)]
+def stored(precision: Precision) -> tuple[str, list[int]]:
+    """The SHA-256 of the weights and the checksums of all answers. Raises CheckpointError: missing or damaged."""
+    try:
+        document = json.loads(STORED.read_text(encoding="utf-8"))
+        digits = document["checksums"][precision]
+        if len(digits) == 8 * GPU_SIZES[0]:
+            sums = [int(digits[first : first + 8], 16) for first in range(0, len(digits), 8)]
+            return str(document["weights_sha256"]), sums
+    except (LookupError, OSError, TypeError, ValueError):
+        pass
+    raise CheckpointError(f"{STORED.name} is missing or damaged")
 
 
-def _compared(precision: Precision, prompts: int, sequences: int, step_tokens: int) -> Iterator[Value]:
-    first, second = two_passes(precision, prompts, sequences, step_tokens)
+def _compared(precision: Precision, prompts: int, sequences: int, step_tokens: int) -> Outcomes:
     title = f"{prompts:,} answers of the reference model in {precision}"
+    try:
+        weights, checksums = stored(precision)
+        found, (first, second) = two_passes(precision, first_requests(prompts), sequences, step_tokens)
+        if found != weights:
+            raise CheckpointError("the weights are others")
+    except CheckpointError as error:
+        reason = f"the model that ships with the package is damaged in {STORED.parent}: {error}"
+        yield NotRun(f"answers_{precision}", title, reason, "install megatoken again")
+        return
     changed = sum(_bits(one) != _bits(other) for one, other in zip(first, second, strict=True))
     yield Value(f"repeat_answers_{precision}", f"{title}, computed twice", "wrong", [changed], "zero")
-    different = sum(checksum(one) != known for one, known in zip(first, stored(precision), strict=False))
-    note = f"{count_of(different, 'answer')} of other tokens, as rounding may cause" if different else ""
-    beyond = different if different > ROUNDED_SHARE * prompts else 0
-    yield Value(f"answers_{precision}", f"{title}, against the stored ones", "wrong", [beyond], "zero", note=note)
+    different = sum(checksum(one) != known for one, known in zip(first, checksums, strict=False))
+    most = int(ROUNDED_SHARE * prompts)
+    note = f"{count_of(different, 'answer')} of other tokens; rounding may change {most}" if different else ""
+    wrong = different if different > most else 0
+    yield Value(f"answers_{precision}", f"{title}, against the stored ones", "wrong", [wrong], "zero", note=note)
     digest = zlib.crc32(b"".join(map(_bits, first)))
     yield Value(f"digest_answers_{precision}", f"{title}, all bits", "digest", [digest], "same")
 

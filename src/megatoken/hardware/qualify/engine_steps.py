@@ -92,12 +92,16 @@ def _steps(
             formula = f"{what}, head of {head / 1e9:.2f} GB and cache of {cached / 1e9:.2f} GB at measured rates"
             return Bound(1e3 * (max(read, computed) + (head + cached) / bytes_rate), formula, certain=False)
 
+        why = engine.describe().get("why_no_kernels")
+        note = f"PyTorch only: {why}" if why else ""
         decodes = milliseconds(with_prompt=False)
         steps = WARM_UP_STEPS + len(decodes)
         decode_bound = bound(load.sequences, WARM_UP_STEPS + len(decodes) / 2)
         title = f"Decode step of {load.shape} {precision}, {load.sequences} sequences"
-        yield Value(f"decode_step{load.suffix}", title, "ms", decodes, "lower", decode_bound, precision=precision)
+        name = f"decode_step{load.suffix}"
+        yield Value(name, title, "ms", decodes, "lower", decode_bound, note=note, precision=precision)
         title = f"Step of {load.shape} {precision}, {load.sequences} sequences and a prompt of {load.prompt_tokens}"
         mixed = milliseconds(with_prompt=True)
         mixed_bound = bound(load.sequences + load.prompt_tokens, steps + len(mixed) / 2)
-        yield Value(f"mixed_step{load.suffix}", title, "ms", mixed, "lower", mixed_bound, precision=precision)
+        name = f"mixed_step{load.suffix}"
+        yield Value(name, title, "ms", mixed, "lower", mixed_bound, note=note, precision=precision)
