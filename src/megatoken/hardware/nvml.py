@@ -37,9 +37,8 @@ C2C_ERROR_FIELDS = (231, 232, 233)
 MEMORY_TEMPERATURE, LINK_COUNT, C2C_COUNT, C2C_BANDWIDTH, RECOVERY_ACTION = 82, 91, 170, 172, 230
 SLOW_DOWN_FIELDS = {75: "heat (driver)", 270: "heat (hardware)", 271: "power brake"}
 """Nanoseconds for which one of ``HARMFUL_REASONS`` lowered the clock."""
-NUMBERED_SINCE = (580, 82)
-"""The driver from which on fields 270 and 271 have this meaning: to those before they are settings of power smoothing.
-"""
+RENUMBERED, RENUMBERED_BY = (270, 271), (580, 82)
+"""Fields that are settings of power smoothing to drivers before this one."""
 RECOVERY_ACTIONS = {1: "reset the GPU", 2: "reboot the node", 3: "drain peer-to-peer traffic", 4: "drain and reset"}
 _VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by NVML's valueType
 
@@ -103,7 +102,7 @@ class NvmlGpu:
     def slow_down_seconds(self) -> dict[str, float]:
         """Since the driver started, by cause in words; causes that are not reported are left out."""
         version = [int(part) for part in (driver_version(self.nvml) or "").split(".") if part.isdecimal()]
-        wanted = [field for field in SLOW_DOWN_FIELDS if field < 200 or tuple(version[:2]) >= NUMBERED_SINCE]
+        wanted = [field for field in SLOW_DOWN_FIELDS if field not in RENUMBERED or tuple(version[:2]) >= RENUMBERED_BY]
         times = zip(wanted, self.fields(wanted), strict=True)
         return {SLOW_DOWN_FIELDS[field]: nanoseconds / 1e9 for field, nanoseconds in times if nanoseconds is not None}
 
