@@ -444,7 +444,7 @@ def test_the_rate_of_all_cores_is_set_next_to_a_higher_one_of_one_core() -> None
 def test_a_link_on_a_virtual_machine_fails_where_others_cannot_be_the_cause(
     gigabytes: float, with_baseline: bool, verdict: str, words: str
 ) -> None:
-    value, band = Value("copy_to_gpu", "Copy", "GB/s", [gigabytes] * 5), Band(49.4, 57.0, ("somebody",))
+    value, band = Value("copy_to_gpu", "Copy", "GB/s", [gigabytes] * 5), Band(49.4, 57.0, ("a source",))
     earlier = Earlier(55.4, 0.001, slowest=55.3) if with_baseline else None
     judged = judge(value, band, earlier, noisy=False, taken_share=0.05)
     assert judged.verdict == verdict and judged.reason.endswith(words), judged.reason

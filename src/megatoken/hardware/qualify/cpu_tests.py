@@ -22,6 +22,7 @@ from megatoken.hardware.qualify.processor import (
     cores_within_quota,
     engine_precision,
     last_level_cache_bytes,
+    note_on_kernels,
     peak,
 )
 from megatoken.hardware.qualify.shapes import CPU_LOAD, CPU_TOKENS, products_of
@@ -138,8 +139,7 @@ def kernels(setting: Setting) -> Outcomes:
     torch.set_num_threads(cores_within_quota())
     read = setting.measured.get("memory_read")
     bound = None if read is None else Bound(read, "reading of memory, measured", certain=False)
-    compiled = cpu.kernels()
-    note = "" if compiled["why_no_kernels"] is None else f"PyTorch only: {compiled['why_no_kernels']}"
+    note = note_on_kernels(cpu.kernels())
     model, precision = SHAPES[SHAPE], engine_precision(setting)
     dtype = find_scheme(precision).activation_dtype
     pages = max(CONTEXT // PAGE_SIZE, setting.buffer_bytes // (4 * model.kv_heads * model.head_dim * PAGE_SIZE))

@@ -77,7 +77,7 @@ def two_passes(
 
 def checksum(answer: Completion) -> int:
     """Of the tokens, below 2**32."""
-    return zlib.crc32(np.array(answer.token_ids, "<u4").tobytes())
+    return zlib.crc32(_tokens(answer))
 
 
 def stored(precision: Precision) -> tuple[str, list[int]]:
@@ -117,5 +117,8 @@ def _compared(precision: Precision, prompts: int, sequences: int, step_tokens: i
 
 def _bits(answer: Completion) -> bytes:
     """Of its tokens and their log-probabilities."""
-    logprobs = [one.logprob for one in answer.logprobs]
-    return np.array(answer.token_ids, "<u4").tobytes() + np.array(logprobs, "<f8").tobytes()
+    return _tokens(answer) + np.array([one.logprob for one in answer.logprobs], "<f8").tobytes()
+
+
+def _tokens(answer: Completion) -> bytes:
+    return np.array(answer.token_ids, "<u4").tobytes()

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import Precision
-from megatoken.hardware.qualify.processor import engine_precision
+from megatoken.hardware.qualify.processor import engine_precision, note_on_kernels
 from megatoken.hardware.qualify.shapes import CPU_LOAD, GPU_LOAD, SMALL_LOAD, WARM_UP_STEPS, Load, fastest_products
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
 
@@ -92,8 +92,7 @@ def _steps(
             formula = f"{what}, head of {head / 1e9:.2f} GB and cache of {cached / 1e9:.2f} GB at measured rates"
             return Bound(1e3 * (max(read, computed) + (head + cached) / bytes_rate), formula, certain=False)
 
-        why = engine.describe().get("why_no_kernels")
-        note = f"PyTorch only: {why}" if why else ""
+        note = note_on_kernels(engine.describe())
         decodes = milliseconds(with_prompt=False)
         steps = WARM_UP_STEPS + len(decodes)
         decode_bound = bound(load.sequences, WARM_UP_STEPS + len(decodes) / 2)

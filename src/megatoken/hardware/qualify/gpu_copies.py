@@ -173,7 +173,7 @@ def pairs(setting: Setting) -> Outcomes:
     alike = bool(_facts().get("nvlinks"))
     slow: dict[str, str] = {}
     behind: dict[str, str] = {}
-    for key, ways, found, factor in (  # published rates are of NVLink
+    for key, ways, found, factor in (
         ("p2p_one_way", "one direction", one_way, 1),
         ("p2p_both_ways", "both directions", both_ways, 2),
     ):
@@ -181,6 +181,7 @@ def pairs(setting: Setting) -> Outcomes:
         slowest = min(medians, key=medians.__getitem__)
         words = f"{title}, {ways}, the slowest of {count_of(len(found), 'pair')}"
         bound = None if link is None else Bound(factor * link / 1e9, f"data sheet of the links, {ways}")
+        # Published rates are of NVLink.
         note = f"GPUs {slowest}" + ("" if alike else ", without NVLink: recorded only")
         yield Value(key, words, "GB/s", found[slowest], "higher" if alike else "", bound=bound, note=note)
         for name, verdict in graded_parts(medians, "higher").items():

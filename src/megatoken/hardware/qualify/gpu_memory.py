@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatoken.hardware.qualify.gpu_timing import DEVICE, gpu_seconds
+from megatoken.hardware.qualify.gpu_timing import DEVICE, gpu_seconds, start
 from megatoken.hardware.qualify.timing import rates
 from megatoken.hardware.qualify.values import Bound, Outcomes, Setting, Value
-from megatoken.hardware.specification import data_sheet
 
 BLOCK, CACHE_BLOCK, WARPS = 8192, 4096, 8
 """fp32 numbers of a program, or of one of its reads in the cache test, and warps per program."""
@@ -86,7 +85,7 @@ def reread(x: Tensor, sums: Tensor, passes: int) -> None:
 @torch.inference_mode()
 def hbm(setting: Setting) -> Outcomes:
     """Large buffers, bytes read and written over the time."""
-    torch.cuda.set_device(DEVICE)
+    sheet = start()
     size = setting.buffer_bytes // (4 * BLOCK) * BLOCK
     a, b, c = (torch.rand(size, device=DEVICE) for _ in range(3))
     sums = torch.empty(size // BLOCK, device=DEVICE)
@@ -96,7 +95,6 @@ def hbm(setting: Setting) -> Outcomes:
         "copy": ("Memory copy", 2, lambda: copy(b, a)),
         "triad": ("Memory triad", 3, lambda: triad(a, b, c, 3.0)),
     }
-    sheet = data_sheet(torch.cuda.get_device_name(DEVICE))
     bound = None if sheet is None else Bound(sheet.memory_bytes_per_second / 1e9, "data sheet")
     for name, (title, buffers, run) in patterns.items():
         yield Value(f"hbm_{name}", title, "GB/s", rates(buffers * 4e-9 * size, gpu_seconds(run, setting)), bound=bound)

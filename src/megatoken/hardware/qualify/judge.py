@@ -182,9 +182,8 @@ def judge(
     judged = max(compared, key=lambda one: ORDER.index(one.verdict))
     if judged.verdict is Verdict.PASS or not (noisy or taken_share):
         return judged
-    given_all = speed_without_others(outcome.median, outcome.better, taken_share)
-    still = _compared(outcome, given_all, band, earlier, between_runs)
-    if not noisy and any(one.verdict is Verdict.FAIL for one in still):
+    alone = speed_without_others(outcome.median, outcome.better, taken_share)
+    if not noisy and Verdict.FAIL in (one.verdict for one in _compared(outcome, alone, band, earlier, between_runs)):
         return Judged(Verdict.FAIL, f"{judged.reason}; other virtual machines take {taken_share:.0%} at most")
     fastest = (min if outcome.better == "lower" else max)(outcome.windows)
     slowest = None if earlier is None else earlier.slowest

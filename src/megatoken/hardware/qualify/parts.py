@@ -243,8 +243,8 @@ def _different(wrong: Sequence[str], parts: int, kind: str) -> Judged:
 def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], better: str, kind: str) -> Judged:
     """The verdict on a speed of several parts, of which these are slow: the worst one decides, and all are named.
 
-    A noisy one, or one that other machines of the host can slow, fails only if it is far behind the slowest windows of
-    all parts.
+    A noisy one fails only if it is far behind the slowest windows of all parts; one that other machines of the host can
+    slow does so, too, if it would be slow even without them.
     """
     medians = {part: value["median"] for part, value in values.items()}
     middle = statistics.median(medians.values())
@@ -255,8 +255,8 @@ def _slow(values: Mapping[str, Mapping[str, Any]], slow: Mapping[str, Verdict], 
     for part, verdict in slow.items():
         value = values[part]
         waited, taken = value["core_wait_share"], value["taken_share"]
-        given_all = medians | {part: speed_without_others(value["median"], better, taken)}
-        still = graded_parts(given_all, better).get(part) is Verdict.FAIL
+        alone = medians | {part: speed_without_others(value["median"], better, taken)}
+        still = graded_parts(alone, better).get(part) is Verdict.FAIL
         counts = not (value["noisy"] or most_are_noisy) and (still or not taken)
         counts |= far_behind(best_of(value["windows"]), slowest, better, waited, taken)
         verdicts.append(verdict if counts else Verdict.MARGINAL)

@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatoken.engine.config import Precision
 from megatoken.hardware import inventory
@@ -43,6 +44,12 @@ OPERATIONS_PER_CYCLE = {
 }
 """Most operations per cycle and core, by instruction set, the best first: multiply-adds count as two, and every core
 is assumed to have two such vector units (ARM: four of 128 bits), which only some have."""
+
+
+def note_on_kernels(described: Mapping[str, Any]) -> str:
+    """What readers of a speed of the engine must know, by its description: that it runs without compiled kernels."""
+    why = described.get("why_no_kernels")
+    return f"PyTorch only: {why}" if why else ""
 
 
 def clock(setting: Setting) -> Value | NotRun:

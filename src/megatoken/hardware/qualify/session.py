@@ -160,6 +160,14 @@ class _Turns:
         self._queue = deque(range(len(tests)))
         self._idle: tuple[int, RunningTest] | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A qualification that is given up must not leave a process that holds a GPU's memory."""
+        if self._idle is not None:
+            self._idle[1].stop()
+
     @property
     def left(self) -> int:
         """How many."""
@@ -173,14 +181,6 @@ class _Turns:
     def idling(self) -> Sequence[int]:
         """The test that waits meanwhile, if one does."""
         return [] if self._idle is None else [self._idle[0]]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """A qualification that is given up must not leave a process that holds a GPU's memory."""
-        if self._idle is not None:
-            self._idle[1].stop()
 
     def next(self) -> tuple[int, Ended]:
         """Wait for the next end of a test."""
